@@ -1,0 +1,29 @@
+"""E-MoE: masked diffusion whose reverse step is a mixture over expert routes.
+
+The public surface is small: `load_run(path)` opens a trained run, everything else is reached through its own
+module (`emoe.recipes`, `emoe.methods`, `emoe.domains`, `emoe.engine`). Heavy imports happen on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from emoe.runs import Run
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_run", "train"]
+
+
+def load_run(path: str, **options: object) -> Run:
+    """Open a run folder: its experiment, its domain and its method with the trained weights (see `emoe.runs`)."""
+    from emoe.runs import load_run as load
+
+    return load(path, **options)  # type: ignore[arg-type]
+
+
+def train(recipe: str, run_dir: str, **options: object) -> Run:
+    """Train a recipe by name into `run_dir` and return the finished run (see `emoe.runs.train`)."""
+    from emoe.runs import train as fit
+
+    return fit(recipe, run_dir, **options)  # type: ignore[arg-type]

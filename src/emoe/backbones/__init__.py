@@ -1,0 +1,1 @@
+"""Networks: one file each, denoiser and matching recognition encoder side by side. They know no objective."""

@@ -1,0 +1,76 @@
+"""What a backbone is, what it may be asked for, and how its parameters are counted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from emoe.config import Family
+from emoe.routing.experts import RoutedExperts
+from emoe.types import BackboneOut, Route, TokenSpace, Wants
+
+
+class Backbone(nn.Module, ABC):
+    """A network from noisy rows to token logits; the only calls that count as function evaluations (NFE)."""
+
+    routed_blocks: int  # D, the number of blocks that ask a route policy for experts; 0 if dense
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        *,
+        cond: Float[Tensor, "B Z"] | None = None,
+        marks: Bool[Tensor, "B L"] | None = None,
+        route: Route | None = None,
+    ) -> BackboneOut:
+        """Token logits of every position, and what the routers said.
+
+        Args:
+            x: Tokens, the mask among them.
+            t: Time of each row.
+            cond: A latent vector for each row, where the method wants one.
+            marks: Positions that get a learned mark, where the method wants it.
+            route: Route policy, called once per routed block in order.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig(Family, package="emoe.backbones"):
+    """Sizes of a network. `supports` names the features of `Wants` it can give."""
+
+    supports: ClassVar[frozenset[str]] = frozenset()
+
+    def build(self, space: TokenSpace, wants: Wants) -> Backbone:
+        """Make the denoiser."""
+        raise NotImplementedError
+
+    def build_encoder(self, space: TokenSpace, wants: Wants) -> nn.Module:
+        """Make the recognition encoder: (x0, t, marks) -> (B, wants.encoder)."""
+        raise NotImplementedError
+
+    def refusals(self, wants: Wants) -> Iterator[str]:
+        """One line for each wanted feature that this backbone lacks."""
+        for name in sorted(wants.names() - self.supports):
+            have = ", ".join(sorted(self.supports)) or "none"
+            yield f"backbone: {self.kind!r} has no {name!r}, which the method needs; it supports: {have}"
+
+
+def total_parameters(module: nn.Module) -> int:
+    """Number of trainable parameters."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def active_parameters(module: nn.Module) -> int:
+    """Parameters that one position uses: of each set of experts, one."""
+    idle = 0
+    for part in module.modules():
+        if isinstance(part, RoutedExperts):
+            idle += sum(p.numel() for p in part.parameters()) * (part.experts - 1) // part.experts
+    return total_parameters(module) - idle

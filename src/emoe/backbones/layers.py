@@ -1,0 +1,53 @@
+"""Layers that backbones share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from emoe.routing.experts import Dispatch, RoutedExperts
+from emoe.types import Gate, Route
+
+
+def time_features(t: Float[Tensor, " B"], size: int) -> Float[Tensor, "B F"]:
+    """Sines and cosines of 1000 t at `size / 2` frequencies from 1 down to 1e-4."""
+    half = size // 2
+    frequency = torch.exp(-math.log(10_000) * torch.arange(half, device=t.device, dtype=t.dtype) / half)
+    angle = 1000 * t[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all positions."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Float[Tensor, "B L K"]) -> Float[Tensor, "B L K"]:
+        """Attend and project."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = nnf.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class RoutedMLP(nn.Module):
+    """The feed-forward part of a block: a linear router and the experts it chooses from."""
+
+    def __init__(self, width: int, hidden: int, experts: int, dispatch: Dispatch):
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = RoutedExperts(width, hidden, experts, dispatch)
+
+    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:
+        """Router logits in at least single precision, and the policy's choice."""
+        logits = self.router(x)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits, policy(block, logits)

@@ -1,0 +1,161 @@
+"""The toy transformer of App. B.1: pre-norm blocks over rows of tokens, dense or with routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from emoe.backbones.base import Backbone, BackboneConfig
+from emoe.backbones.layers import Attention, RoutedMLP, time_features
+from emoe.config import option
+from emoe.diffusion.masking import NEG_INF
+from emoe.routing.experts import Dispatch
+from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(BackboneConfig, kind="transformer"):
+    """Sizes as in Table "Toy hyperparameters"."""
+
+    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder"})
+
+    width: int = option(128, doc="model dimension", low=1)
+    depth: int = option(2, doc="number of blocks D", low=1)
+    heads: int = option(4, doc="attention heads; must divide the width", low=1)
+    hidden: int = option(512, doc="hidden size of each MLP or expert", low=1)
+    time_size: int = option(64, doc="size of the sinusoidal time features; even", low=2)
+    dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
+
+    def conflicts(self) -> Iterator[str]:
+        """Heads must divide the width, time features come in pairs."""
+        if self.width % self.heads:
+            yield f"heads: must divide width = {self.width}, got {self.heads}"
+        if self.time_size % 2:
+            yield f"time_size: must be even, got {self.time_size}"
+
+    def build(self, space: TokenSpace, wants: Wants) -> Transformer:
+        """Make the denoiser."""
+        return Transformer(self, space, wants)
+
+    def build_encoder(self, space: TokenSpace, wants: Wants) -> Encoder:
+        """Make a recognition encoder of the same size."""
+        return Encoder(self, space, wants.encoder)
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + MLP(norm x); the MLP is dense or routed."""
+
+    def __init__(self, config: TransformerConfig, experts: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config.width, config.heads)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp: nn.Module
+        if experts:
+            self.mlp = RoutedMLP(config.width, config.hidden, experts, config.dispatch)
+        else:
+            self.mlp = nn.Sequential(
+                nn.Linear(config.width, config.hidden), nn.GELU(), nn.Linear(config.hidden, config.width)
+            )
+
+
+class Trunk(nn.Module):
+    """Embeddings and blocks, shared by denoiser and encoder."""
+
+    def __init__(self, config: TransformerConfig, space: TokenSpace, wants: Wants):
+        super().__init__()
+        self.time_size = config.time_size
+        self.token = nn.Embedding(space.size, config.width)
+        self.position = nn.Embedding(space.length, config.width)
+        self.time = nn.Sequential(
+            nn.Linear(config.time_size, config.width), nn.SiLU(), nn.Linear(config.width, config.width)
+        )
+        self.cond = nn.Linear(wants.cond, config.width) if wants.cond else None
+        self.mark = nn.Parameter(0.02 * torch.randn(config.width)) if wants.marks else None
+        self.blocks = nn.ModuleList(Block(config, wants.experts) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(
+        self,
+        x: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        cond: Float[Tensor, "B Z"] | None,
+        marks: Bool[Tensor, "B L"] | None,
+        route: Route | None,
+    ) -> tuple[Float[Tensor, "_B L K"], list[Float[Tensor, "B L E"]], list[Gate]]:
+        """Features of the rows that are kept, router logits of all rows, gates."""
+        dtype = self.token.weight.dtype
+        h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
+        if self.cond is not None:
+            h = h + self.cond(cond)[:, None]
+        if self.mark is not None and marks is not None:
+            h = h + marks[..., None].to(dtype) * self.mark
+        logits: list[Tensor] = []
+        gates: list[Gate] = []
+        for block in self.blocks:
+            h = h + block.attention(block.attention_norm(h))
+            u = block.mlp_norm(h)
+            if isinstance(block.mlp, RoutedMLP):
+                if route is None:
+                    raise ValueError("a routed backbone needs a route policy")
+                logits_d, gate = block.mlp.route(u, len(gates), route)
+                h, u = h[gate.keep_from :], u[gate.keep_from :]
+                h = h + block.mlp.experts(u, gate)
+                logits.append(logits_d)
+                gates.append(gate)
+            else:
+                h = h + block.mlp(u)
+        return self.norm(h), logits, gates
+
+
+class Transformer(Backbone):
+    """Denoiser: a row of tokens to logits over all symbols but the mask, which gets -inf."""
+
+    def __init__(self, config: TransformerConfig, space: TokenSpace, wants: Wants):
+        super().__init__()
+        self.routed_blocks = config.depth if wants.experts else 0
+        self.mask_id = space.mask_id
+        self.trunk = Trunk(config, space, wants)
+        self.head = nn.Linear(config.width, space.size - 1)
+
+    def forward(
+        self,
+        x: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        *,
+        cond: Float[Tensor, "B Z"] | None = None,
+        marks: Bool[Tensor, "B L"] | None = None,
+        route: Route | None = None,
+    ) -> BackboneOut:
+        """See `Backbone.forward`."""
+        h, route_logits, gates = self.trunk(x, t, cond, marks, route)
+        logits = self.head(h)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        left, right = logits[..., : self.mask_id], logits[..., self.mask_id :]
+        if right.shape[-1] == 0:
+            logits = nnf.pad(left, (0, 1), value=NEG_INF)
+        else:
+            logits = torch.cat([left, torch.full_like(left[..., :1], NEG_INF), right], dim=-1)
+        return BackboneOut(logits, tuple(route_logits), tuple(gates))
+
+
+class Encoder(nn.Module):
+    """Recognition network: clean row, time and mask pattern to a vector, by mean pooling over positions."""
+
+    def __init__(self, config: TransformerConfig, space: TokenSpace, outputs: int):
+        super().__init__()
+        self.trunk = Trunk(config, space, Wants(marks=True))
+        self.head = nn.Linear(config.width, outputs)
+
+    def forward(
+        self, x0: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"]
+    ) -> Float[Tensor, "B O"]:
+        """(x0, t, mask pattern) -> parameters of the posterior."""
+        h, _, _ = self.trunk(x0, t, None, marks, None)
+        return self.head(h.mean(1))

@@ -1,0 +1,252 @@
+"""What each command of the command line does."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from emoe.cli import Parser
+from emoe.config import Config, ConfigError, allowed_range, hint, override, paths, to_dict, type_name
+
+
+def split_settings(words: list[str], bare_fields: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
+    """Take `--a.b value`, `--a.b=value` and `a.b=value` out of the arguments; the rest stays for argparse.
+
+    Fields of an experiment that have no dot (`--seed`, `--method`) are settings too where `bare_fields` says so.
+    """
+    rest, settings = [], {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.partition("=")
+        bare = name.removeprefix("--")
+        flag = word.startswith("--") and ("." in bare or bare in bare_fields)
+        if not flag and not (equals and "." in name and not word.startswith("-")):
+            rest.append(word)
+            continue
+        if not equals:
+            if not queue:
+                raise ConfigError([f"{bare}: a value is missing; write --{bare} VALUE"])
+            value = queue.pop(0)
+        settings[bare] = value
+    return rest, settings
+
+
+def print_fields(config: Config) -> None:
+    """Every field of an experiment: flag, value, type, range, meaning."""
+    for path, annotation, field, value in paths(config):
+        allowed = allowed_range(field.metadata)
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        print(f"  --{path.replace('_', '-')} {shown}")
+        print(f"        {field.metadata.get('doc', '')} [{type_name(annotation)}{', ' + allowed if allowed else ''}]")
+
+
+def cmd_list(words: list[str]) -> int:
+    """Show the recipes."""
+    parser = Parser(prog="emoe list", description="Show all recipes, or every field of one.")
+    parser.add_argument("recipe", nargs="?", help="a recipe whose fields are shown")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(words)
+    from emoe.recipes import all_recipes, get_recipe
+
+    if args.recipe:
+        experiment = get_recipe(args.recipe)
+        if args.json:
+            print(json.dumps(to_dict(experiment), indent=1))
+        else:
+            print_fields(experiment)
+        return 0
+    docs = {name: (build.__doc__ or "").strip().splitlines()[0] for name, build in all_recipes().items()}
+    if args.json:
+        print(json.dumps(docs, indent=1))
+    else:
+        width = max(map(len, docs))
+        for name, doc in docs.items():
+            print(f"{name:<{width}}  {doc}")
+    return 0
+
+
+def cmd_train(words: list[str]) -> int:
+    """Train a recipe."""
+    wants_fields = len(words) > 1 and not words[0].startswith("-") and ("--help" in words or "-h" in words)
+    rest, settings = split_settings(words, ("seed", "domain", "backbone", "method"))
+    parser = Parser(
+        prog="emoe train",
+        description="Train a recipe. Any field may follow as --field value; "
+        "`emoe train RECIPE --help` lists them with their ranges.",
+        add_help=not wants_fields,
+    )
+    parser.add_argument("recipe", help="name of a recipe (emoe list)")
+    parser.add_argument("--run", help="run folder; default runs/RECIPE-seedN")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events into the run folder")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    args = parser.parse_args([word for word in rest if not (wants_fields and word in ("-h", "--help"))])
+    from emoe.recipes import get_recipe
+
+    experiment = override(get_recipe(args.recipe), settings)
+    if wants_fields:
+        parser.print_help()
+        print(f"\nfields of {args.recipe} and their values:")
+        print_fields(experiment)
+        return 0
+    from emoe.runs import train
+
+    folder = args.run or f"runs/{experiment.name}-seed{experiment.seed}"
+    run = train(
+        experiment, folder, resume=args.resume, device=args.device, quiet=args.quiet, tensorboard=args.tensorboard
+    )
+    assert run.result is not None
+    outcome = {"run": str(run.path), "step": run.step, "steps": experiment.train.steps, "seconds": run.result.seconds}
+    if args.json:
+        print(json.dumps(outcome))
+    else:
+        print(f"{run.path}: step {run.step} of {experiment.train.steps} after {run.result.seconds:.1f} s")
+        if run.result.signal is None:
+            print(f"next: emoe eval {shlex.quote(str(run.path))}")
+        else:
+            print("stopped by a signal and saved; the same command with --resume continues")
+    return 0 if run.result.signal is None else 128 + run.result.signal
+
+
+def parse_numbers(name: str, text: str, *, low: int = 1, high: int = 10_000) -> tuple[int, ...]:
+    """`1,2,4` as whole numbers in a range."""
+    try:
+        values = tuple(int(part) for part in str(text).split(","))
+    except ValueError:
+        raise ConfigError([f"{name}: expected whole numbers such as 1,2,4, got {text!r}"]) from None
+    if min(values) < low or max(values) > high:
+        raise ConfigError([f"{name}: must be >= {low} and <= {high}, got {text}"])
+    return values
+
+
+def cmd_sample(words: list[str]) -> int:
+    """Draw samples."""
+    rest, settings = split_settings(words)
+    parser = Parser(
+        prog="emoe sample",
+        description="Draw rows from a trained run. --method.route-tau 0 makes E-MoE's routes greedy (the ablation).",
+    )
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--n", default="10", help="number of rows (default 10)")
+    parser.add_argument("--nfe", default="1", help="network calls (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--out", help="write an .npy file instead of printing")
+    parser.add_argument("--picture", help="also draw the samples into this .png beside the real data")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(rest)
+    (count,) = parse_numbers("n", args.n, high=10_000_000)
+    (steps,) = parse_numbers("nfe", args.nfe)
+    from emoe.evaluation.pools import draw_pool
+    from emoe.runs import load_run
+
+    run = load_run(args.run, device=args.device, settings=settings)
+    pool = draw_pool(run.method, count, steps, args.seed, batch=run.experiment.eval.batch)
+    if args.picture:
+        fresh = run.domain.fresh(max(count, 1000), args.seed)
+        run.domain.picture({"real data": fresh, f"NFE {pool.nfe}": pool.samples}, Path(args.picture))
+    if args.out:
+        import numpy as np
+
+        np.save(args.out, pool.samples.numpy())
+        print(f"{args.out}: {count} rows, NFE {pool.nfe}", file=sys.stderr)
+    elif args.json:
+        print(json.dumps({"nfe": pool.nfe, "samples": pool.samples.tolist()}))
+    else:
+        for row in pool.samples.tolist():
+            print(" ".join(map(str, row)))
+    return 0
+
+
+def cmd_eval(words: list[str]) -> int:
+    """Measure a run."""
+    rest, settings = split_settings(words)
+    parser = Parser(prog="emoe eval", description="Draw samples at each NFE and measure them. One or more runs.")
+    parser.add_argument("runs", nargs="+", help="run folders")
+    parser.add_argument("--nfe", help="numbers of network calls, such as 1,2,4; default: the recipe's")
+    parser.add_argument("--samples", help="rows for each NFE; default: the recipe's")
+    parser.add_argument("--seed", type=int, help="seed of the draws; default: the run's")
+    parser.add_argument("--results", help="also merge the rows into this results file")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    args = parser.parse_args(rest)
+    nfe = None if args.nfe is None else parse_numbers("nfe", args.nfe)
+    samples = None if args.samples is None else parse_numbers("samples", args.samples, low=2, high=10_000_000)[0]
+    from emoe.evaluation.evaluate import evaluate
+    from emoe.evaluation.grid import metric_grid
+    from emoe.evaluation.results import Results, RunInfo, describe_machine, record
+    from emoe.evaluation.tables import print_grid
+    from emoe.runs import load_run
+
+    results = Results()
+    for folder in args.runs:
+        began = time.monotonic()
+        run = load_run(folder, device=args.device, settings=settings)
+        rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=args.seed)
+        info = RunInfo(
+            command=command_line("eval", words),
+            wall_s=round(time.monotonic() - began, 1),
+            **describe_machine(next(run.method.parameters()).device),
+        )
+        results.add(info, rows)
+        record(run.path / "eval.json", info, rows)
+        if args.results:
+            record(args.results, info, rows)
+    if args.json:
+        print(json.dumps([vars(row) for row in results.rows], indent=1))
+    else:
+        for task, metric in dict.fromkeys((row.task, row.metric) for row in results.rows):
+            print_grid(metric_grid(results, task, metric))
+    return 0
+
+
+def command_line(command: str, words: list[str]) -> str:
+    """The command as a user would type it, for the record."""
+    return shlex.join(["emoe", command, *words])
+
+
+def cmd_reproduce(words: list[str]) -> int:
+    """Run a table of the paper."""
+    studies = ("toy",)
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: emoe reproduce STUDY [...]\n\nstudies:\n  toy   Table 2 and the figures of App. C.1")
+        return 0
+    if words[0] not in studies:
+        raise ConfigError([f"study: {words[0]!r} is not known{hint(words[0], list(studies))}"])
+    from emoe.studies import toy
+
+    return toy.main(words[1:])
+
+
+def cmd_demo(words: list[str]) -> int:
+    """Run the demo."""
+    from emoe.studies import demo
+
+    return demo.main(words)
+
+
+def cmd_report(words: list[str]) -> int:
+    """Write a report."""
+    parser = Parser(prog="emoe report", description="Write a self-contained HTML report from a results file.")
+    parser.add_argument("results", nargs="?", default="results/toy.json", help="results file (default results/toy.json)")
+    parser.add_argument("--out", help="where the report goes; default: beside the results, ending in .html")
+    parser.add_argument("--picture", action="append", default=[], help="an image to show; may be given several times")
+    parser.add_argument("--run", action="append", default=[], help="a run folder whose curves are shown; may repeat")
+    parser.add_argument("--title", default="E-MoE results", help="heading")
+    args = parser.parse_args(words)
+    from emoe.evaluation.results import Results
+    from emoe.studies.demo import write_toy_report
+
+    source = Path(args.results)
+    if not source.exists():
+        raise ConfigError([f"results: {source} does not exist; make it with: emoe reproduce toy"])
+    out = Path(args.out) if args.out else source.with_suffix(".html")
+    write_toy_report(out, args.title, Results.load(source), [Path(p) for p in args.picture], [Path(p) for p in args.run])
+    print(out)
+    return 0

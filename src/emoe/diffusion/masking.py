@@ -1,0 +1,93 @@
+"""The absorbing process and its reverse: masking, SUBS, the reverse step, the masked likelihood (Section 2, App. A.1).
+
+Alphas are given per sequence, `(B,)`, or as one number for the whole batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from emoe.diffusion.categorical import draw_categorical
+
+NEG_INF = float("-inf")
+
+
+def mask_tokens(
+    x: Int[Tensor, "B L"], keep: Float[Tensor, " B"], mask_id: int, generator: torch.Generator
+) -> Int[Tensor, "B L"]:
+    """Draw x_t ~ q(x_t | x_s) (Eq. 1), or q(x_t | x_0) (Eq. 12) with keep = alpha_t.
+
+    Each token stays with probability keep = alpha_t / alpha_s and becomes the mask otherwise; a mask stays a mask.
+    At keep = 0 all tokens are masked, at keep = 1 none is.
+    """
+    u = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+    return torch.where(u < keep.double()[:, None], x, mask_id)
+
+
+def forward_distribution(x: Int[Tensor, "B L"], keep: float, mask_id: int, size: int) -> Float[Tensor, "B L V"]:
+    """q(x_t^l | x_s^l) = Cat(keep * x_s + (1 - keep) * m) of Eq. 1 and 12, as probabilities in float64."""
+    stay = torch.nn.functional.one_hot(x, size).double() * keep
+    stay[..., mask_id] += 1 - keep
+    return stay
+
+
+def subs(
+    logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int
+) -> Float[Tensor, "B L V"]:
+    """log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
+
+    At masked positions log_softmax over all symbols but the mask; elsewhere 0 at x_t and -inf at the rest.
+    """
+    is_mask = torch.arange(logits.shape[-1], device=logits.device) == mask_id
+    predicted = torch.log_softmax(logits.masked_fill(is_mask, NEG_INF), dim=-1)
+    copied = torch.full_like(predicted, NEG_INF).scatter_(-1, xt[..., None], 0.0)
+    return torch.where((xt == mask_id)[..., None], predicted, copied)
+
+
+def masked_nll(log_x_theta: Float[Tensor, "B L V"], x0: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
+    """-sum over masked l of log <x_theta^l, x_0^l> (the sum of Eq. 17 and 19), nats per sequence.
+
+    Clean positions contribute exactly 0, because SUBS copies them.
+    """
+    return -log_x_theta.gather(-1, x0[..., None]).squeeze(-1).sum(-1)
+
+
+def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tensor | float:
+    """a = (alpha_s - alpha_t) / (1 - alpha_t): chance that a masked token is revealed between t and s (Eq. 14)."""
+    return (alpha_s - alpha_t) / (1 - alpha_t)
+
+
+def reverse_distribution(
+    log_x_theta: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], alpha_s: float, alpha_t: float, mask_id: int
+) -> Float[Tensor, "B L V"]:
+    """p(x_s^l | x_t) of Eq. 2-3 and 13-14 as probabilities: the plain reference of `unmask_step`.
+
+    A masked position keeps the mask with probability (1 - alpha_s) / (1 - alpha_t) and takes the tokens of x_theta
+    with the rest; a clean one stays.
+    """
+    reveal = reveal_probability(alpha_s, alpha_t)
+    masked = (xt == mask_id)[..., None]
+    probs = torch.where(masked, reveal * log_x_theta.exp(), log_x_theta.exp())
+    probs[..., mask_id] += torch.where(masked[..., 0], 1 - reveal, 0.0).to(probs.dtype)
+    return probs
+
+
+def unmask_step(
+    log_x_theta: Float[Tensor, "B L V"],
+    xt: Int[Tensor, "B L"],
+    alpha_s: float,
+    alpha_t: float,
+    mask_id: int,
+    *,
+    reveal: torch.Generator,
+    token: torch.Generator,
+) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Draw x_s ~ p(x_s | x_t, z) (Eq. 2-3), and say which positions it revealed.
+
+    Whether a position is revealed does not depend on its logits, so it is drawn first and apart from the token.
+    """
+    u = torch.rand(xt.shape, generator=reveal, device=xt.device, dtype=torch.float64)
+    revealed = (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))
+    return torch.where(revealed, draw_categorical(log_x_theta, token), xt), revealed

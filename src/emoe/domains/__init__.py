@@ -1,0 +1,1 @@
+"""Data, metrics and pictures: one module per domain, named after its kind."""

@@ -1,0 +1,100 @@
+"""What a domain is: rows of integers to train on, fresh rows to compare with, and the measures of its samples."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from emoe.config import Family
+from emoe.rng import derive_seed
+from emoe.types import Measurement, TokenSpace
+
+
+class DataError(ValueError):
+    """Data that cannot be used, with the place and the remedy (exit code 3)."""
+
+
+class Domain(ABC):
+    """A source of rows together with what makes a sample good."""
+
+    task: ClassVar[str]  # results/<task>.json
+    name: str  # the `data` column of results, for instance "8-modes"
+    space: TokenSpace
+    rows: Int[Tensor, "N L"]  # training rows
+
+    @abstractmethod
+    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
+        """`n` rows that were not trained on, drawn by `seed`."""
+
+    @abstractmethod
+    def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
+        """All metrics of a pool of samples; `seed` picks the fresh rows they are compared with."""
+
+    @abstractmethod
+    def picture(self, pools: dict[str, Int[Tensor, "n L"]], path: Path, *, title: str = "") -> None:
+        """Draw pools side by side (name -> samples), one panel each, into an image file."""
+
+    def batches(
+        self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1
+    ) -> Callable[[int], Int[Tensor, "B L"]]:
+        """The training batch of every step, as a function of the step."""
+        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainConfig(Family, package="emoe.domains"):
+    """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows."""
+
+    def build(self, seed: int) -> Domain:
+        """Make the domain."""
+        raise NotImplementedError
+
+
+class ShuffledRows:
+    """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
+
+    Batch h of the whole job holds places h * B .. (h + 1) * B - 1 of that sequence, so a batch that runs over the
+    end of one shuffle is filled from the next and every row is seen equally often. Ranks take equal slices of it.
+    """
+
+    def __init__(
+        self,
+        rows: Int[Tensor, "N L"],
+        batch: int,
+        seed: int,
+        *,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world: int = 1,
+    ):
+        if batch % world:
+            raise ValueError(f"train.batch: {batch} rows cannot be split evenly over {world} ranks")
+        self.rows = rows.to(device=device, dtype=torch.long)
+        self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
+        self._orders: dict[int, Tensor] = {}
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", epoch))
+            order = torch.randperm(len(self.rows), generator=generator).to(self.rows.device)
+            self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1} | {epoch: order}
+        return self._orders[epoch]
+
+    def __call__(self, step: int) -> Int[Tensor, "B L"]:
+        """Rows of step h for this rank."""
+        count = self.batch // self.world
+        start = step * self.batch + self.rank * count
+        parts = []
+        while count:
+            epoch, place = divmod(start, len(self.rows))
+            part = self._order(epoch)[place : place + count]
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return self.rows[parts[0] if len(parts) == 1 else torch.cat(parts)]

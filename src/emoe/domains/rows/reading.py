@@ -1,0 +1,186 @@
+"""Reading and checking a file of rows; every fault is a `DataError` that names the place and the remedy."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from emoe.domains.base import DataError
+
+MOST_SYMBOLS = 65_535
+RENUMBER = "renumber them with np.unique(x, return_inverse=True)[1].reshape(x.shape)"
+AS_INTEGERS = "np.save(path, x.astype(np.int64))"
+BROKEN = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+
+
+class Table(NamedTuple):
+    """What a file holds, before its values are checked."""
+
+    values: np.ndarray
+    lines: list[int] | None = None  # line of the text file each row came from
+
+    def place(self, wrong: np.ndarray) -> str:
+        """The first place marked in `wrong` (the shape of the values), as a person would look for it."""
+        row, column = (int(i) for i in np.argwhere(wrong)[0])
+        value = f"holds {self.values[row, column]}"
+        if self.lines is not None:
+            return f"line {self.lines[row]}, column {column + 1} {value}"
+        return f"row {row}, column {column} (counted from 0) {value}"
+
+
+def read(path: Path, key: str | None = None) -> Table:
+    """Read a file of rows.
+
+    Args:
+        path: A .npy, .npz or .csv file.
+        key: Name of the array in an .npz file; not needed where it holds only one.
+
+    Raises:
+        DataError: The file is missing, of another type, damaged, or does not hold numbers.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path}: {what}; --domain.path takes a .npy, .npz or .csv file, one row per example")
+    ending = path.suffix.lower()
+    if ending in (".npy", ".npz"):
+        return _read_numpy(path, key)
+    if ending == ".csv":
+        return _read_csv(path)
+    what = f"{ending} files" if ending else "a file without an ending"
+    raise DataError(f"{path}: cannot read {what}; save the rows as .npy, .npz or .csv")
+
+
+def _read_numpy(path: Path, key: str | None) -> Table:
+    try:
+        with path.open("rb") as file:  # np.load would leave a damaged archive open
+            loaded: Any = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return Table(loaded)
+            return Table(loaded[_array_name(path, loaded.files, key)])
+    except DataError:
+        raise
+    except BROKEN as error:
+        if "pickle" in str(error):
+            raise DataError(
+                f"{path}: holds pickled objects or is no NumPy file; pickles can run code and stay shut. "
+                f"Save a plain array: {AS_INTEGERS}"
+            ) from None
+        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); write it again") from None
+
+
+def _array_name(path: Path, names: list[str], key: str | None) -> str:
+    if key is None and len(names) == 1:
+        return names[0]
+    listed = ", ".join(names) or "none"
+    if key is None:
+        raise DataError(f"{path}: holds {len(names)} arrays ({listed}); choose one with --domain.key")
+    if key not in names:
+        raise DataError(f"{path}: has no array {key!r}; --domain.key can be: {listed}")
+    return key
+
+
+def _read_csv(path: Path) -> Table:
+    """Numbers separated by semicolons, commas or white space; a first line without any number is a header."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            found = list(_cells(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
+    if found and not any(map(_is_number, found[0][1])):
+        found = found[1:]
+    for number, cells in found:
+        wrong = next((i for i, cell in enumerate(cells) if not _is_number(cell)), None)
+        if wrong is not None:
+            raise DataError(
+                f"{path}: line {number}, column {wrong + 1} holds {cells[wrong]!r}, which is not a number; "
+                "write the rows alone, without row names and with at most one header line"
+            )
+        first, width = found[0][0], len(found[0][1])
+        if len(cells) != width:
+            raise DataError(
+                f"{path}: line {number} has {len(cells)} values, but line {first} has {width}; "
+                "all rows must be equally long"
+            )
+    values = np.array([[float(cell) for cell in cells] for _, cells in found])
+    return Table(values, [number for number, _ in found])
+
+
+def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """(line number, cells) of every line that is not blank; the first one decides what separates cells."""
+    mark = ""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        mark = mark or next((sign for sign in ";," if sign in line), " ")
+        cells = line.split() if mark == " " else next(csv.reader([line], delimiter=mark))
+        yield number, [cell.strip() for cell in cells]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def as_symbols(table: Table, path: Path) -> Int[np.ndarray, "N L"]:
+    """The values as int64 symbols 0..max, every one of which occurs.
+
+    Raises:
+        DataError: Naming the first offending place and the remedy.
+    """
+    _check_shape(table.values, path)
+    _check_values(table, path)
+    _check_symbols(np.unique(table.values), path)
+    return table.values.astype(np.int64)
+
+
+def _check_shape(x: np.ndarray, path: Path) -> None:
+    if x.dtype.kind not in "biuf":
+        raise DataError(f"{path}: holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}")
+    if x.size == 0:
+        raise DataError(f"{path}: is empty (shape {x.shape}); it needs at least two rows")
+    if x.ndim != 2:
+        remedy = "x[:, None] for rows of one symbol" if x.ndim == 1 else "x.reshape(len(x), -1)"
+        raise DataError(f"{path}: has {x.ndim} axes (shape {x.shape}), not rows x positions; save {remedy}")
+    if len(x) == 1:
+        raise DataError(f"{path}: has one row; it needs at least two, one of them to be held out")
+
+
+def _check_values(table: Table, path: Path) -> None:
+    x = table.values
+    if x.dtype.kind == "f":
+        if not (finite := np.isfinite(x)).all():
+            remedy = "remove such rows or give missing values a symbol of their own"
+            raise DataError(f"{path}: {table.place(~finite)}, not a number; {remedy}")
+        if (broken := x != np.floor(x)).any():
+            remedy = "cut real values into bins first: np.digitize(x, edges)"
+            raise DataError(f"{path}: {table.place(broken)}, not a whole number; {remedy}")
+    if x.dtype.kind in "if" and (negative := x < 0).any():
+        raise DataError(f"{path}: {table.place(negative)}, but symbols start at 0; {RENUMBER}")
+
+
+def _check_symbols(used: np.ndarray, path: Path) -> None:
+    """`used` are the different values in ascending order; they must be 0, 1, ..., len(used) - 1."""
+    if len(used) > MOST_SYMBOLS:
+        raise DataError(
+            f"{path}: has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; "
+            "merge rare values or cut the range into fewer bins"
+        )
+    top = int(used[-1])
+    if top == len(used) - 1:
+        return
+    gaps = (range(int(a) + 1, int(b)) for a, b in itertools.pairwise([-1, *used.tolist()]))
+    count = top + 1 - len(used)
+    first = ", ".join(map(str, itertools.islice(itertools.chain.from_iterable(gaps), 5)))
+    more = f" and {count - 5:,} more" if count > 5 else ""
+    raise DataError(f"{path}: symbols go up to {top}, but {first}{more} never occur; {RENUMBER}")

@@ -1,0 +1,250 @@
+"""Checkpoints that survive a kill at any instant: safetensors files and a manifest, committed by a rename.
+
+A checkpoint is a folder `step-000001234`. It is written under a temporary name, every file is forced to the
+disk, the manifest (sizes and SHA-256 of all files, sealed by a SHA-256 of its own) comes last, and the rename
+makes it real. A reader sees a whole one or none. Tensors are safetensors, the rest is JSON; no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emoe.config import ConfigError
+from emoe.engine import durable, tensorfile
+from emoe.engine.durable import DAMAGED, StorageError
+
+__all__ = ["Checkpoint", "NewerSchemaError", "StorageError", "latest", "load", "load_latest", "save"]
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"step-[0-9]{9,}")
+_GROUP = re.compile(r"[A-Za-z0-9_]+")
+_FILE = re.compile(r"[A-Za-z0-9_]+(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_log = logging.getLogger(__name__)
+
+
+class NewerSchemaError(StorageError):
+    """An intact checkpoint of a later release; falling back to an older one would throw work away unasked."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` gives back: tensors by group and name, and the JSON values saved with them."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    meta: dict[str, Any]
+    path: Path
+
+
+@dataclass(frozen=True)
+class _File:
+    group: str
+    size: int
+    sha256: str
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Mapping[str, Any],
+    keep: int,
+    *,
+    max_file_bytes: int | None = None,
+) -> Path:
+    """Write a checkpoint and drop those that are too old; an intact one of the same step is left as it is.
+
+    Args:
+        root: Folder of all checkpoints of a run; made when missing.
+        step: Training step, which names the folder.
+        tensors: Group (the stem of its file name) -> tensor name -> tensor, on any device.
+        meta: JSON values; they come back as JSON has them (a tuple as a list).
+        keep: How many valid checkpoints stay; at least 2, since the newest is the one a disk fault hits.
+        max_file_bytes: Split a group into files of at most this size; a larger tensor has its own file.
+
+    Raises:
+        StorageError: Disk full or not writable. Nothing is left behind and older checkpoints are as before.
+    """
+    if keep < 2:
+        raise ConfigError([f"keep: must be >= 2, got {keep}"])
+    if step < 0 or not all(map(_GROUP.fullmatch, tensors)):
+        raise ValueError(
+            f"a step >= 0 and groups of letters, digits and _ are needed, got {step}, {list(tensors)}"
+        )
+    final, temporary = root / f"step-{step:09d}", root / f".tmp-{step}-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        durable.sweep(root)
+        # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
+        if final.exists() and _is_valid(final, thorough=True):
+            return final
+        temporary.mkdir()
+        content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta)}
+        content["files"] = _write_tensors(temporary, tensors, max_file_bytes)
+        durable.fault("before-manifest")
+        durable.write_sealed(temporary / MANIFEST, content)
+        durable.sync_folder(temporary)
+        durable.fault("before-rename")
+        if final.exists():
+            durable.discard(final)
+        temporary.rename(final)
+        durable.sync_folder(root)
+    except OSError as error:
+        needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+        problem = f"cannot write the checkpoint of step {step}, {needed} bytes needed ({error})"
+        raise StorageError(root, problem, "free space or make the folder writable, then resume") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    durable.fault("after-rename")
+    _prune(root, step, keep)
+    return final
+
+
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint with a sound manifest and files of the right sizes; their bytes are not read."""
+    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder)), None)
+
+
+def load(
+    path: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None
+) -> Checkpoint:
+    """Read one checkpoint after checking its sizes and SHA-256.
+
+    Args:
+        path: The `step-...` folder.
+        device: Where the tensors go.
+        groups: Only these groups are read (sampling needs no optimiser state); None reads all.
+    """
+    if path.is_file():
+        raise StorageError(
+            path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded"
+        )
+    step, meta, files = _read_manifest(path)
+    if extra := sorted({entry.name for entry in path.iterdir()} - set(files) - {MANIFEST}):
+        _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(extra))
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, entry in files.items():
+        if groups is not None and entry.group not in groups:
+            continue
+        group = tensors.setdefault(entry.group, {})
+        for key, tensor in _read_tensors(path / name, entry).items():
+            if key in group:
+                raise StorageError(path / name, f"holds {key!r} a second time", DAMAGED)
+            group[key] = tensor.to(device)
+    return Checkpoint(step, tensors, meta, path)
+
+
+def load_latest(root: Path, device: torch.device | str = "cpu") -> Checkpoint | None:
+    """The newest checkpoint that loads; damaged ones are skipped with a warning. None if there are none.
+
+    Raises:
+        StorageError: There are checkpoints but not one can be read; starting anew would hide that.
+    """
+    problems = []
+    for folder in reversed(_folders(root)):
+        try:
+            return load(folder, device)
+        except NewerSchemaError:
+            raise
+        except StorageError as error:
+            problems.append(str(error))
+            _log.warning("skipped a damaged checkpoint: %s", error)
+    if problems:
+        raise StorageError(
+            root, "no checkpoint can be read: " + " | ".join(problems), "restore one from a copy"
+        )
+    return None
+
+
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], max_file_bytes: int | None
+) -> dict[str, dict[str, Any]]:
+    """Write all groups; the file names with what the manifest says of them."""
+    files: dict[str, dict[str, Any]] = {}
+    for group, members in sorted(tensors.items()):
+        shards = tensorfile.split(members, max_file_bytes)
+        for index, names in enumerate(shards, 1):
+            suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            data = tensorfile.to_bytes({name: members[name] for name in names})
+            durable.write_synced(folder / f"{group}{suffix}.safetensors", data)
+            digest = hashlib.sha256(data).hexdigest()
+            files[f"{group}{suffix}.safetensors"] = {"group": group, "size": len(data), "sha256": digest}
+    return files
+
+
+def _folders(root: Path) -> list[Path]:
+    """All step folders, oldest first, valid or not."""
+    found = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)] if root.is_dir() else []
+    return sorted(found, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _read_manifest(folder: Path) -> tuple[int, dict[str, Any], dict[str, _File]]:
+    """Step, meta and files, once the seal, the schema and the presence and sizes of the files are checked."""
+    path = folder / MANIFEST
+    content = durable.read_sealed(path)
+    try:
+        if content["schema"] > SCHEMA:
+            problem = f"has schema {content['schema']}, this release reads up to {SCHEMA}"
+            raise NewerSchemaError(path, problem, "update emoe")
+        files = {name: _File(**entry) for name, entry in content["files"].items()}
+        step, meta = int(content["step"]), dict(content["meta"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(path, f"is not a manifest ({error!r})", DAMAGED) from error
+    # Names come from a file that may be foreign: nothing outside the folder, nothing but safetensors.
+    if odd := [name for name in files if not _FILE.fullmatch(name)]:
+        raise StorageError(path, f"lists files that are not safetensors: {odd}", "pickles are never loaded")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise StorageError(folder, f"lacks {', '.join(missing)}", DAMAGED)
+    if wrong := [name for name, entry in files.items() if (folder / name).stat().st_size != entry.size]:
+        raise StorageError(folder, f"has files of the wrong size: {', '.join(wrong)}", DAMAGED)
+    return step, meta, files
+
+
+def _read_tensors(path: Path, entry: _File) -> dict[str, Tensor]:
+    try:
+        return tensorfile.from_bytes(durable.read_verified(path, entry.sha256))
+    except ValueError as error:
+        raise StorageError(path, str(error), DAMAGED) from error
+
+
+def _is_valid(folder: Path, *, thorough: bool = False) -> bool:
+    """Whether manifest and file sizes are right; `thorough` also reads and hashes every byte."""
+    try:
+        _, _, files = _read_manifest(folder)
+        for name in files if thorough else ():
+            durable.read_verified(folder / name, files[name].sha256)
+    except NewerSchemaError:
+        raise
+    except StorageError:
+        return False
+    return True
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Drop what is older than the `keep` newest valid checkpoints up to the one just written.
+
+    Later steps do not count: they are there only if they were damaged and the run went on from an older one.
+    """
+    upto = [folder for folder in _folders(root) if _step_of(folder) <= step]
+    valid = [folder for folder in upto if _is_valid(folder)]
+    for folder in upto[: upto.index(valid[-keep])] if len(valid) >= keep else []:
+        try:
+            durable.discard(folder)
+        except OSError as error:  # the new checkpoint is safe, so this must not end a run
+            _log.warning("%s: could not be removed (%s)", folder, error.strerror)

@@ -1,0 +1,134 @@
+"""Files that are whole or absent, whatever kills the process: synced writes, sealed JSON, clean-up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+DAMAGED = "use an older checkpoint or restore this one from a copy"
+
+
+class StorageError(RuntimeError):
+    """Files cannot be written, or what was read is not what was written; names the path and what to do."""
+
+    exit_code: ClassVar[int] = 5
+
+    def __init__(self, path: Path, problem: str, remedy: str):
+        super().__init__(f"{path}: {problem}; {remedy}")
+        self.path = path
+
+
+def fault(stage: str) -> None:
+    """Die here when a test asks for it with `EMOE_FAULT=save:<stage>`; a stage is a file name or a moment."""
+    if os.environ.get("EMOE_FAULT") == f"save:{stage}":
+        os._exit(137)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with open(path, "wb") as stream:
+        stream.write(data)
+        fault(path.name)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder (new files, renames) are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put new contents under a name in one move: a reader sees the old file or the new one, no mixture."""
+    temporary = path.with_name(f".tmp-{path.name}")  # one name, so that leftovers of kills do not pile up
+    try:
+        write_synced(temporary, data)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON whose first line is the SHA-256 of all bytes after it."""
+    rest = json.dumps(content, indent=1, sort_keys=True).encode()[1:].lstrip()
+    write_synced(path, _seal(rest) + b"\n" + rest)
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read what `write_sealed` wrote; a single changed bit is an error."""
+    try:
+        head, _, rest = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise StorageError(path, f"cannot be read ({error.strerror})", DAMAGED) from error
+    if head != _seal(rest):
+        raise StorageError(path, "is damaged: its SHA-256 does not match", DAMAGED)
+    try:
+        return dict(json.loads(b"{" + rest))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StorageError(path, f"is not a JSON object ({error})", DAMAGED) from error
+
+
+def _seal(rest: bytes) -> bytes:
+    # Later schemas must keep this line, or they would look like damage instead of like a newer release.
+    return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode()
+
+
+def read_verified(path: Path, sha256: str) -> bytes:
+    """The bytes of a file once they match their SHA-256."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StorageError(path, f"cannot be read ({error.strerror})", DAMAGED) from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StorageError(path, "is damaged: its SHA-256 does not match", DAMAGED)
+    return data
+
+
+def prepare(root: Path) -> None:
+    """Make a folder, clear what killed writers left in it, and raise at once if it is not writable."""
+    probe = root / f".tmp-probe-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        sweep(root)
+        probe.mkdir()
+        write_synced(probe / "probe", b"probe")
+    except OSError as error:
+        problem = f"cannot be written to ({error.strerror})"
+        raise StorageError(root, problem, "free space or give a folder that is writable") from error
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder; renamed first, so that a kill half way leaves no half of it under its name."""
+    doomed = folder.with_name(f".tmp-old-{folder.name}-{os.getpid()}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Remove temporary folders of dead processes; one with this process's own number is a leftover too."""
+    for entry in root.glob(".tmp-*-*"):
+        pid = entry.name.rpartition("-")[2]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,123 @@
+"""Optimiser, learning-rate schedule, clipping and the moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from emoe.config import Config, option
+from emoe.ramps import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Config):
+    """Adam or AdamW with warm-up and a schedule."""
+
+    algorithm: Literal["adam", "adamw"] = option("adam", doc="adam, or adamw with decoupled weight decay")
+    lr: float = option(3e-4, doc="peak learning rate", above=0)
+    betas: tuple[float, ...] = option((0.9, 0.999), doc="decay of the two moments", low=0, high=1)
+    eps: float = option(1e-8, doc="added to the root of the second moment", above=0)
+    weight_decay: float = option(0.0, doc="weight decay", low=0)
+    clip: float | None = option(1.0, doc="largest norm of the whole gradient; none = no clipping", above=0)
+    warmup: int = option(0, doc="steps of linear warm-up", low=0)
+    schedule: Literal["constant", "cosine"] = option(
+        "cosine", doc="course of the learning rate after warm-up"
+    )
+    floor: float = option(0.0, doc="share of the peak that a cosine ends at", low=0, high=1)
+
+    def conflicts(self):  # type: ignore[no-untyped-def]
+        """Two decay rates."""
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            yield f"betas: must be two numbers in [0, 1), got {self.betas}"
+
+    def lr_at(self, step: int, total: int) -> float:
+        """Learning rate of update h = 0..total-1."""
+        return learning_rate(
+            step, total, peak=self.lr, warmup=self.warmup, cosine=self.schedule == "cosine", floor=self.floor
+        )
+
+
+class Optimizer:
+    """One update: clip, refuse non-finite gradients, Adam, moving average. No host synchronisation anywhere.
+
+    A step whose gradient norm is not finite changes nothing; `skipped` counts such steps, `skipped_in_row` those
+    since the last good one. The learning rate is a tensor, so a captured CUDA graph sees its changes.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimConfig, *, ema: float, lr: Tensor, ema_decay: Tensor):
+        self.clip, self.ema_decay = config.clip, ema_decay
+        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        kind = torch.optim.AdamW if config.algorithm == "adamw" else torch.optim.Adam
+        self.adam = kind(
+            self.params,
+            lr=lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+            capturable=lr.is_cuda,
+        )
+        self.ema = [p.detach().clone() for p in self.params] if ema else []
+        device = self.params[0].device
+        self.grad_norm = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device)
+        self.skipped_in_row = torch.zeros((), device=device)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.adam.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Apply the gradients."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        bad = (~torch.isfinite(norm)).to(torch.float32)
+        if self.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
+        # The fused kernels leave parameters and moments alone where found_inf is 1 (the protocol of GradScaler).
+        self.adam.found_inf = bad  # type: ignore[attr-defined]
+        self.adam.step()
+        self.grad_norm.copy_(norm)
+        self.skipped.add_(bad)
+        self.skipped_in_row.add_(bad).mul_(bad)
+        if self.ema:
+            # ema <- ema + (1 - decay) * (p - ema)
+            change = torch._foreach_sub(self.params, self.ema)
+            torch._foreach_mul_(change, 1 - self.ema_decay)
+            torch._foreach_add_(self.ema, change)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """All tensors that a resumed run needs, by group and parameter name."""
+        moments = {
+            f"{name}/{key}": value
+            for name, p in zip(self.names, self.params, strict=True)
+            for key, value in self.adam.state[p].items()
+        }
+        counters = {"skipped": self.skipped, "skipped_in_row": self.skipped_in_row}
+        groups = {"optim": moments | counters}
+        if self.ema:
+            groups["ema"] = dict(zip(self.names, self.ema, strict=True))
+        return groups
+
+    @torch.no_grad()
+    def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `state` returned."""
+        saved = groups["optim"]
+        for name, p in zip(self.names, self.params, strict=True):
+            keys = [key for key in saved if key.rsplit("/", 1)[0] == name]
+            self.adam.state[p] = {key.rsplit("/", 1)[1]: saved[key].to(p.device).clone() for key in keys}
+        self.skipped.copy_(saved["skipped"])
+        self.skipped_in_row.copy_(saved["skipped_in_row"])
+        for name, average in zip(self.names, self.ema, strict=False):
+            average.copy_(groups["ema"][name])
+
+
+def ema_decay(decay: float, step: int) -> float:
+    """Decay of the moving average at update h: min(decay, (1 + h) / (10 + h)), so early weights do not linger."""
+    return min(decay, (1 + step) / (10 + step))

@@ -1,0 +1,56 @@
+"""Ctrl-C and SIGTERM as a flag that a loop reads at its safe points; a second signal ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class StopSignal:
+    """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`.
+
+    Outside the main thread, where Python allows no handlers, it does nothing and `requested` stays None.
+    """
+
+    def __init__(self) -> None:
+        self._requested: int | None = None
+        self._former: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> int | None:
+        """Number of the signal that asked for a stop, or None."""
+        return self._requested
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should return after a clean stop: 130 or 143, or 0 without a signal."""
+        return 0 if self._requested is None else 128 + self._requested
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            # None stands for a handler that was not set from Python and that Python cannot give back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # os.write and not print: the handler may run in the middle of another print to the same stream.
+        with contextlib.suppress(OSError):
+            if self._requested is None:
+                os.write(2, b"\nstopping at the next safe point; a second signal ends the run at once\n")
+            elif os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
+        if self._requested is not None:
+            os._exit(128 + number)
+        self._requested = number

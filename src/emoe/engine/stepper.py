@@ -1,0 +1,106 @@
+"""One training step as a function of the step number: eager, or captured once as a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
+from emoe.ramps import Ramp
+from emoe.rng import Rng
+from emoe.types import Loss
+
+Precision = Literal["fp32", "tf32", "bf16"]
+WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments and generators
+
+
+class Stepper:
+    """Forward, backward and update of step h; everything that changes with h enters through device tensors.
+
+    With `graph` the first steps run eagerly on a side stream (they are real steps), then one step is captured and
+    all later ones replay it: the same kernels with new data, times, noise, knobs and learning rate.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batches: Callable[[int], Tensor],
+        ramps: Mapping[str, Ramp],
+        optim: OptimConfig,
+        *,
+        total: int,
+        rng: Rng,
+        ema: float,
+        precision: Precision,
+        graph: bool,
+    ):
+        self.module, self.batches, self.ramps, self.config = module, batches, dict(ramps), optim
+        self.total, self.rng, self.ema, self.precision = total, rng, ema, precision
+        self.device = rng.device
+        self.values = torch.zeros(len(self.ramps) + 2, device=self.device)  # ramps, learning rate, EMA decay
+        self.knobs = {name: self.values[i] for i, name in enumerate(self.ramps)}
+        self.optimizer = Optimizer(module, optim, ema=ema, lr=self.values[-2], ema_decay=self.values[-1])
+        self.loss: Loss | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.use_graph = graph and self.device.type == "cuda"
+        self._eager_steps = 0
+        self._batch: Tensor | None = None
+
+    def numbers_at(self, step: int) -> dict[str, float]:
+        """Ramps, learning rate and EMA decay of step h, by name."""
+        numbers = {name: ramp(step, self.total) for name, ramp in self.ramps.items()}
+        return numbers | {"lr": self.config.lr_at(step, self.total), "ema_decay": ema_decay(self.ema, step)}
+
+    def __call__(self, step: int) -> None:
+        """Do step h = 0, 1, ...; `loss` and `optimizer.grad_norm` then hold its results."""
+        self.rng.at(step)
+        self.values.copy_(torch.tensor(list(self.numbers_at(step).values())))
+        batch = self.batches(step)
+        if not self.use_graph:
+            self.loss = self._train(batch)
+        elif self._eager_steps < WARMUP_STEPS:
+            self._warm_up(batch)
+        else:
+            if self._batch is None:
+                self._batch = batch.clone()
+            self._batch.copy_(batch)
+            if self.graph is None:
+                self._capture()
+                self.rng.at(step)  # capture does not run the kernels, but it moves the generators
+            assert self.graph is not None
+            self.graph.replay()
+
+    def _train(self, batch: Tensor) -> Loss:
+        self.optimizer.zero_grad()
+        cast = (
+            torch.autocast(self.device.type, torch.bfloat16)
+            if self.precision == "bf16"
+            else contextlib.nullcontext()
+        )
+        with cast:
+            loss = self.module(batch, self.knobs, self.rng)
+        loss.total.backward()
+        self.optimizer.step()
+        return Loss(loss.total.detach(), {name: value.detach() for name, value in loss.log.items()})
+
+    def _warm_up(self, batch: Tensor) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.loss = self._train(batch)
+        torch.cuda.current_stream().wait_stream(side)
+        self._eager_steps += 1
+
+    def _capture(self) -> None:
+        assert self._batch is not None
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.rng.generators():
+            graph.register_generator_state(generator)
+        self.optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            self.loss = self._train(self._batch)
+        self.graph = graph

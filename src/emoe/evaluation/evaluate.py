@@ -1,0 +1,70 @@
+"""Evaluate a run: draw a pool for each NFE, measure it, and give rows of the results contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from emoe.domains.base import Domain
+from emoe.evaluation.pools import Pool, draw_pool
+from emoe.evaluation.results import Row
+from emoe.experiment import Experiment
+from emoe.methods.base import Method
+from emoe.types import Measurement
+
+
+def evaluate(
+    method: Method,
+    domain: Domain,
+    experiment: Experiment,
+    *,
+    nfe: Iterable[int] | None = None,
+    samples: int | None = None,
+    seed: int | None = None,
+    keep: Callable[[Pool], None] | None = None,
+) -> list[Row]:
+    """All metrics of the domain at each NFE.
+
+    Args:
+        method: The trained method.
+        domain: What measures the samples.
+        experiment: Where defaults for the other arguments come from.
+        nfe: Numbers of function evaluations.
+        samples: Rows drawn for each.
+        seed: Seed of the draws and of the fresh data they are compared with; default: the experiment's.
+        keep: Called with every pool, for figures.
+    """
+    config = experiment.eval
+    seed = experiment.seed if seed is None else seed
+    rows: list[Row] = []
+    for steps in config.nfe if nfe is None else nfe:
+        pool = draw_pool(method, samples or config.samples, steps, seed, batch=config.batch)
+        if keep is not None:
+            keep(pool)
+        measured = domain.measure(pool.samples, seed)
+        rows += [make_row(item, domain, experiment, nfe=pool.nfe) for item in measured]
+    return rows
+
+
+def make_row(
+    item: Measurement,
+    domain: Domain,
+    experiment: Experiment,
+    *,
+    nfe: int | None,
+    method: str | None = None,
+    convention: str | None = None,
+) -> Row:
+    """A measurement as a row of the results contract."""
+    return Row(
+        task=domain.task,
+        data=domain.name,
+        method=method or experiment.method.kind,
+        recipe=experiment.name,
+        seed=experiment.seed,
+        nfe=nfe,
+        metric=item.metric,
+        convention=convention,
+        value=item.value,
+        stderr=item.stderr,
+        n=item.n,
+    )

@@ -1,0 +1,233 @@
+"""What a table of results holds before it is written in any format: lines, columns, and who is best."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from emoe.evaluation.paper import paper_rows, paper_value
+from emoe.evaluation.results import Results, ResultsError, Row, SeedMean, mean_over_seeds
+
+METHODS = {
+    "mdlm": "MDLM",
+    "sedd": "SEDD",
+    "bd3lm": "BD3-LM",
+    "vadd": "VADD",
+    "emoe": "E-MoE",
+    "emoe-plus": "E-MoE+",
+    "ar": "AR",
+}
+REFERENCES = {"ideal": "ideal factorised", "data": "real data"}
+DATA = {
+    "8-modes": "8-modes",
+    "swiss-roll": "Swiss-roll",
+    "binarized-mnist": "binarized MNIST",
+    "lm1b": "LM1B",
+}
+
+
+class Measure(NamedTuple):
+    """How a metric is printed: its name, decimals, and which direction is better (None: neither)."""
+
+    label: str
+    digits: int
+    better: Literal["high", "low"] | None
+
+
+MEASURES = {
+    "validity": Measure("Validity (%)", 1, "high"),
+    "overlap": Measure("Overlap (%)", 1, "high"),
+    "pair_overlap": Measure("Pair overlap (%)", 1, "high"),
+    "coverage": Measure("Coverage (%)", 1, "high"),
+    "mauve": Measure("MAUVE (%)", 2, "high"),
+    "entropy": Measure("Entropy (nats)", 2, None),
+    "nll": Measure("NLL (nats)", 3, "low"),
+    "bpd": Measure("Bits per dimension", 3, "low"),
+    "ppl": Measure("Perplexity", 2, "low"),
+    "gen_ppl": Measure("Generative perplexity", 1, "low"),
+    "frechet": Measure("Frechet distance", 2, "low"),
+    "step_ms": Measure("Time per step (ms)", 2, "low"),
+}
+
+
+def measure(metric: str) -> Measure:
+    """How to print a metric; one that is not known gets two decimals and no winner."""
+    return MEASURES.get(metric, Measure(metric, 2, None))
+
+
+class Column(NamedTuple):
+    """A data set and a number of network calls."""
+
+    data: str
+    nfe: int | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Our mean over seeds, its standard error, and the paper's figure, each where there is one."""
+
+    value: float | None = None
+    stderr: float | None = None
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method (under one convention) across the columns."""
+
+    method: str
+    convention: str | None
+    cells: tuple[Cell, ...]
+
+    @property
+    def reference(self) -> bool:
+        """Whether the row is a yardstick and not a model; it takes no part in the contest for the best."""
+        return self.method in REFERENCES
+
+    @property
+    def label(self) -> str:
+        """The method's name as printed."""
+        return (METHODS | REFERENCES).get(self.method, self.method)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it is written in any format."""
+
+    metric: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def conventions(self) -> bool:
+        """Whether the rows need a column that says which bound or estimate they are."""
+        return any(line.convention is not None for line in self.lines if not line.reference)
+
+    def split(self) -> list[Grid]:
+        """A grid for every data set."""
+        parts = []
+        for data in dict.fromkeys(column.data for column in self.columns):
+            places = [place for place, column in enumerate(self.columns) if column.data == data]
+            lines = (replace(line, cells=tuple(line.cells[place] for place in places)) for line in self.lines)
+            parts.append(Grid(self.metric, tuple(self.columns[place] for place in places), tuple(lines)))
+        return parts
+
+    def best(self) -> set[tuple[int, int]]:
+        """Places (line, column) of the best models; values that print alike share the honour."""
+        rules = measure(self.metric)
+        columns = (
+            [
+                round(line.cells[place].value or 0.0, rules.digits)
+                if line.cells[place].value is not None and not line.reference
+                else None
+                for line in self.lines
+            ]
+            for place in range(len(self.columns))
+        )
+        return best_places(columns, rules.better)
+
+
+def best_places(columns: Iterable[list[float | None]], better: str | None) -> set[tuple[int, int]]:
+    """(row, column) of the best values of every column in which at least two values compete."""
+    places = set()
+    for column, values in enumerate(columns):
+        known = [value for value in values if value is not None]
+        if better is not None and len(known) > 1:
+            top = max(known) if better == "high" else min(known)
+            places |= {(row, column) for row, value in enumerate(values) if value == top}
+    return places
+
+
+def toy_grid(results: Results, metric: str = "validity", *, seeds: Collection[int] | None = None) -> Grid:
+    """The grid of the paper's toy table; see `metric_grid`."""
+    return metric_grid(results, "toy", metric, seeds=seeds)
+
+
+def metric_grid(results: Results, task: str, metric: str, *, seeds: Collection[int] | None = None) -> Grid:
+    """Means over seeds of a metric for all methods of a task.
+
+    Args:
+        results: Where the rows come from.
+        task: toy, mnist or lm1b.
+        metric: The metric to show.
+        seeds: Seeds to average over; None for all that are there.
+
+    Returns:
+        A line for every method that has rows or that the paper reports. Where rows name a convention, each
+        convention has its own line and so has the paper, whose convention is not ours to guess.
+    """
+    rows = results.select(task=task, metric=metric)
+    paper = [
+        row for row in paper_rows() if (row["task"], row["metric"], row["variant"]) == (task, metric, None)
+    ]
+    columns = _columns([(row.data, row.nfe) for row in rows if row.method not in REFERENCES])
+    columns = columns or _columns([(row["data"], row["nfe"]) for row in paper])
+    named = any(row.convention is not None for row in rows if row.method not in REFERENCES)
+    lines = []
+    order = (
+        list(METHODS)
+        + sorted({row.method for row in rows} - set(METHODS) - set(REFERENCES))
+        + list(REFERENCES)
+    )
+    for method in order:
+        ours = [row for row in rows if row.method == method]
+        found = sorted({row.convention for row in ours}, key=lambda name: (name is not None, name))
+        figures = tuple(paper_value(task, c.data, method, metric, c.nfe) for c in columns)
+        reported = any(figure is not None for figure in figures)
+        for convention in found or ([None] if reported and not named else []):
+            same = [row for row in ours if row.convention == convention]
+            means = [_mean(same, column, seeds) for column in columns]
+            beside = figures if not named else (None,) * len(columns)
+            lines.append(Line(method, convention, tuple(map(_cell, means, beside))))
+        if reported and named:
+            lines.append(Line(method, "paper", tuple(Cell(paper=figure) for figure in figures)))
+    return Grid(metric, columns, tuple(lines))
+
+
+def _columns(found: list[tuple[str, int | None]]) -> tuple[Column, ...]:
+    order = list(DATA) + sorted({data for data, _ in found} - set(DATA))
+    return tuple(
+        Column(*pair) for pair in sorted(set(found), key=lambda pair: (order.index(pair[0]), pair[1] or 0))
+    )
+
+
+def _cell(mean: SeedMean | None, paper: float | None) -> Cell:
+    return Cell(paper=paper) if mean is None else Cell(mean.mean, mean.stderr, paper)
+
+
+def _mean(rows: list[Row], column: Column, seeds: Collection[int] | None) -> SeedMean | None:
+    """Mean of one cell over the rows of a method under one convention."""
+    rows = plain_recipe([row for row in rows if row.data == column.data])
+    fitting = [row for row in rows if row.nfe == column.nfe]
+    if rows and rows[0].method in REFERENCES:
+        # A yardstick holds for any seed and, if it was measured without a number of steps, for any number.
+        fitting = fitting or [row for row in rows if row.nfe is None]
+    elif seeds is not None:
+        fitting = [row for row in fitting if row.seed in seeds]
+    return mean_over_seeds(fitting)
+
+
+def plain_recipe(rows: list[Row]) -> list[Row]:
+    """Of the rows of one method on one data set, those of its main recipe: ablations stay out of a mean.
+
+    The main recipe is the only one there is or, among several, the one whose name ends in the method's name.
+    """
+    recipes = sorted({str(row.recipe) for row in rows})
+    if len(recipes) > 1:
+        if rows[0].method in REFERENCES:  # the same yardstick, measured beside several recipes
+            return [row for row in rows if str(row.recipe) == recipes[0]]
+        plain = [name for name in recipes if name.endswith(f"-{rows[0].method}")]
+        if len(plain) != 1:
+            raise ResultsError(f"cannot tell the main recipe of {rows[0].method} from {', '.join(recipes)}")
+        return [row for row in rows if row.recipe == plain[0]]
+    return rows
+
+
+def table_rows(results: Results, metric: str, task: str = "toy") -> list[Row]:
+    """The rows that a grid of the metric is made from: those of the main recipes, references included."""
+    rows = results.select(task=task, metric=metric)
+    groups = {(row.method, row.data) for row in rows}
+    return [
+        row for key in sorted(groups) for row in plain_recipe([r for r in rows if (r.method, r.data) == key])
+    ]

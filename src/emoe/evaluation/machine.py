@@ -1,0 +1,57 @@
+"""Where and from which source a number was made: device, versions, date and commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def describe_machine(device: object = None) -> dict[str, str]:
+    """The fields of `RunInfo` that describe where code runs: device, torch, python, date and commit.
+
+    Args:
+        device: The torch device in use ("cpu", "cuda:0"); by default the GPU if there is one.
+    """
+    kind, name, version = str(device or ""), "", "none"
+    try:
+        import torch
+
+        version = torch.__version__
+        if kind.startswith("cuda") or (not kind and torch.cuda.is_available()):
+            name = torch.cuda.get_device_name(kind or None)
+        elif kind.startswith("mps") or (not kind and torch.backends.mps.is_available()):
+            name = f"{platform.processor() or 'Apple'} GPU (mps)"
+    except ImportError:
+        pass  # results can be read, merged and printed without torch
+    affinity = getattr(os, "sched_getaffinity", None)  # what a container may use, where the system can tell
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    return {
+        "device": name or f"cpu ({cores} cores)",
+        "torch": version,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "commit": source_commit(),
+    }
+
+
+def source_commit() -> str:
+    """The commit of this source tree: EMOE_COMMIT if set, else what git says (`-dirty` if src/ differs)."""
+    if os.environ.get("EMOE_COMMIT"):
+        return os.environ["EMOE_COMMIT"]
+    here = Path(__file__).resolve()
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        source = Path(git("rev-parse", "--show-toplevel")).resolve() / "src"
+        if source not in here.parents:
+            return "unknown"  # an installed copy that merely lies inside some other repository
+        commit = git("rev-parse", "--verify", "HEAD")
+        return commit + ("-dirty" if git("status", "--porcelain", "--", str(source)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

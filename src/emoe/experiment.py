@@ -1,0 +1,83 @@
+"""An experiment: everything that decides a run, as one frozen config that JSON can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emoe.backbones.base import BackboneConfig
+from emoe.config import Config, ConfigError, from_dict, option, to_dict
+from emoe.domains.base import DomainConfig
+from emoe.engine.optim import OptimConfig
+from emoe.engine.trainer import TrainConfig
+from emoe.methods.base import Method, MethodConfig
+from emoe.rng import derive_seed
+from emoe.types import TokenSpace
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Config):
+    """What `emoe eval` draws and measures."""
+
+    nfe: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), doc="numbers of function evaluations", low=1)
+    samples: int = option(20_000, doc="rows drawn for each NFE", low=2)
+    batch: int = option(5_000, doc="rows drawn at a time", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Config):
+    """A whole run: data, network, method, optimisation, evaluation, seed."""
+
+    name: str = option(doc="name of the recipe it came from")
+    seed: int = option(0, doc="seed of data, initialisation, training and sampling", low=0)
+    domain: DomainConfig = option(doc="the data")
+    backbone: BackboneConfig = option(doc="the network")
+    method: MethodConfig = option(doc="the method")
+    optim: OptimConfig = option(OptimConfig(), doc="the optimiser")
+    train: TrainConfig = option(TrainConfig(), doc="the training run")
+    eval: EvalConfig = option(EvalConfig(), doc="the evaluation")
+
+    def conflicts(self) -> Iterator[str]:
+        """The backbone must have what the method wants."""
+        yield from self.backbone.refusals(self.method.wants())
+
+    def build_method(self, space: TokenSpace) -> Method:
+        """The method with freshly initialised networks; the same for the same seed, whatever was drawn before."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self.seed, "init"))
+            return self.method.build(space, self.backbone)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps({"schema": SCHEMA, **to_dict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Experiment:
+        """Read what `save` wrote; strict."""
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError([f"{path}: not readable as JSON ({error})"]) from None
+        schema = data.pop("schema", None)
+        if schema != SCHEMA:
+            raise ConfigError([f"{path}: schema {schema!r} is not known to this version (it reads {SCHEMA})"])
+        return from_dict(cls, data)
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Fields in which two experiments differ, as `field: old -> new`."""
+
+    def flat(tree: Any, path: str = "") -> dict[str, Any]:
+        if not isinstance(tree, dict):
+            return {path: tree}
+        return {k: v for name, sub in tree.items() for k, v in flat(sub, f"{path}.{name}" if path else name).items()}
+
+    a, b = flat(to_dict(old)), flat(to_dict(new))
+    return [f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]

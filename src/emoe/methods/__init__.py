@@ -1,0 +1,1 @@
+"""Methods: one small file each. A method owns its networks, its loss and its sampler."""

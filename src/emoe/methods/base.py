@@ -1,0 +1,150 @@
+"""What a method is, and Algo. 1-2 for any mixture of factorised reverse steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from emoe.backbones.base import Backbone, BackboneConfig
+from emoe.config import Family, option
+from emoe.diffusion.masking import mask_tokens, masked_nll
+from emoe.diffusion.samplers import ancestral
+from emoe.diffusion.schedule import LinearSchedule, Schedule
+from emoe.diffusion.times import stratified_times
+from emoe.ramps import Ramp
+from emoe.rng import Rng
+from emoe.types import Denoised, Inference, Loss, StepEvent, TokenSpace, Wants
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig(Family, package="emoe.methods"):
+    """Options of a method."""
+
+    def wants(self) -> Wants:
+        """What it needs of a backbone."""
+        return Wants()
+
+    def build(self, space: TokenSpace, backbone: BackboneConfig) -> Method:
+        """Make the method with its networks."""
+        raise NotImplementedError
+
+
+class Method(nn.Module, ABC):
+    """All that engine, evaluation and tools ever call.
+
+    `ramps` are the numbers that depend on the training step; the engine evaluates them and hands them to `forward`
+    as 0-dimensional tensors under the same names.
+    """
+
+    space: TokenSpace
+    backbone: Backbone
+    ramps: Mapping[str, Ramp]
+
+    @abstractmethod
+    def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
+        """Loss of a batch of clean rows, in nats per token."""
+
+    @abstractmethod
+    def sample(
+        self,
+        n: int,
+        steps: int,
+        rng: Rng,
+        *,
+        given: Int[Tensor, "n L"] | None = None,
+        on_step: Callable[[StepEvent], None] | None = None,
+    ) -> Int[Tensor, "n L"]:
+        """Draw n rows with `steps` network calls.
+
+        Args:
+            n: Number of rows.
+            steps: Number of function evaluations.
+            rng: Random streams; equal streams give equal samples.
+            given: Rows with the mask where tokens are wanted; all other tokens stay fixed (infilling).
+            on_step: Called after every reverse step.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedDiffusionConfig(MethodConfig):
+    """Options that all masked diffusion methods share."""
+
+    schedule: Schedule = option(LinearSchedule(), doc="masking schedule alpha_t")
+    t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
+
+
+class MaskedDiffusion(Method):
+    """Masked diffusion whose reverse step is a mixture of factorised steps (Eq. 4-6, Algo. 1-2).
+
+    A concrete method gives two functions: `infer`, the posterior pass of training, and `denoise`, the prior pass of
+    sampling. The rest is here and is not overridden.
+    """
+
+    def __init__(self, config: MaskedDiffusionConfig, space: TokenSpace, ramps: Mapping[str, Ramp]):
+        super().__init__()
+        self.config, self.space, self.ramps = config, space, ramps
+
+    @abstractmethod
+    def infer(
+        self,
+        x0: Int[Tensor, "B L"],
+        xt: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        knobs: Mapping[str, Tensor],
+        rng: Rng,
+    ) -> Inference:
+        """Posterior pass (Algo. 1, lines 5-8): log p(x0 | xt, z) and KL(q || p) for z ~ q(z | xt, x0)."""
+
+    @abstractmethod
+    def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
+        """Prior pass (Algo. 2, lines 3-4): log p(x0 | xt, z) for z ~ p(z | xt). One network call."""
+
+    def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
+        """Weight of the latent's KL in the training objective; a method with a latent says which."""
+        return torch.zeros_like(t)
+
+    def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
+        """One step of Algo. 1: mean over rows of [w(t) * masked NLL + weight * KL] / L (Eq. 6, 9), plus aux.
+
+        Reconstruction and KL are both sums over the sequence in nats and are divided by L together: dividing only
+        one of them changes the balance and collapses the latent.
+        """
+        t = stratified_times(
+            len(x0), rng.stream("time", shared=True), low=self.config.t_low, rank=rng.rank, world=rng.world
+        )
+        xt = mask_tokens(x0, self.config.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
+        out = self.infer(x0, xt, t, knobs, rng)
+        recon = self.config.schedule.elbo_weight(t) * masked_nll(out.log_x_theta, x0)
+        objective = recon + self.kl_weight(t, knobs) * out.kl
+        total = objective.mean() / self.space.length
+        log = {"recon": recon.mean() / self.space.length, "kl": out.kl.mean() / self.space.length, **out.log}
+        if out.aux is not None:
+            log["aux"] = out.aux
+            total = total + out.aux
+        return Loss(total, {"loss": total, **log})
+
+    @torch.no_grad()
+    def sample(
+        self,
+        n: int,
+        steps: int,
+        rng: Rng,
+        *,
+        given: Int[Tensor, "n L"] | None = None,
+        on_step: Callable[[StepEvent], None] | None = None,
+    ) -> Int[Tensor, "n L"]:
+        """Algo. 2 from all masks, or from `given` tokens."""
+        device = next(self.parameters()).device
+        x = torch.full((n, self.space.length), self.space.mask_id, device=device) if given is None else given.to(device)
+        if x.shape != (n, self.space.length):
+            raise ValueError(f"given: expected shape {(n, self.space.length)}, got {tuple(x.shape)}")
+        if x.min() < 0 or x.max() >= self.space.size:
+            raise ValueError(f"given: tokens must be in 0..{self.space.size - 1} ({self.space.mask_id} is the mask)")
+        return ancestral(
+            self.denoise, x, self.config.schedule, steps, rng, mask_id=self.space.mask_id, on_step=on_step
+        )

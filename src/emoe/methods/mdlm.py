@@ -1,0 +1,48 @@
+"""MDLM: the factorised baseline, without a latent (Eq. 3, 22)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from emoe.backbones.base import BackboneConfig
+from emoe.diffusion.masking import subs
+from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
+from emoe.rng import Rng
+from emoe.types import Denoised, Inference, TokenSpace
+
+
+@dataclass(frozen=True, kw_only=True)
+class MDLMConfig(MaskedDiffusionConfig, kind="mdlm"):
+    """MDLM has no options of its own."""
+
+    def build(self, space: TokenSpace, backbone: BackboneConfig) -> MDLM:
+        """Make the method."""
+        return MDLM(self, space, backbone)
+
+
+class MDLM(MaskedDiffusion):
+    """One factorised reverse step per network call."""
+
+    def __init__(self, config: MDLMConfig, space: TokenSpace, backbone: BackboneConfig):
+        super().__init__(config, space, ramps={})
+        self.backbone = backbone.build(space, config.wants())
+
+    def infer(
+        self,
+        x0: Int[Tensor, "B L"],
+        xt: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        knobs: Mapping[str, Tensor],
+        rng: Rng,
+    ) -> Inference:
+        """There is no latent: the posterior pass is the prior pass, the KL is 0."""
+        return Inference(self.denoise(xt, t, rng).log_x_theta, torch.zeros_like(t))
+
+    def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
+        """p(x_s | x_t) of Eq. 3."""
+        return Denoised(subs(self.backbone(xt, t).logits, xt, self.space.mask_id))

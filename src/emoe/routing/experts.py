@@ -1,0 +1,134 @@
+"""Feed-forward experts behind a gate: a plain reference and two fast paths that compute the same function.
+
+Names carry shapes: N rows (batch times positions), K model width, F hidden width, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from emoe.types import Gate
+
+Dispatch = Literal["auto", "loop", "grouped", "dense"]
+
+
+class RoutedExperts(nn.Module):
+    """E two-layer MLPs of which a gate picks one for each position.
+
+    out = sum_j weight_j * expert_j(x). With a straight-through gate the values are (1, 0, ...): the first expert is
+    the output, the others only give the gradient of their weight, so they run without a gradient of their own.
+
+    `dispatch`: "loop" visits each expert's rows (the reference, any precision); "grouped" sorts rows by expert and
+    runs grouped matrix products; "dense" computes all experts everywhere (fixed shapes, which CUDA graphs need).
+    "auto" takes dense on a GPU and grouped on a CPU, and the loop where grouped products do not exist.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, dispatch: Dispatch = "auto"):
+        super().__init__()
+        self.experts, self.dispatch = experts, dispatch
+        self.w_in = nn.Parameter(_uniform(experts, width, hidden, fan_in=width))
+        self.b_in = nn.Parameter(_uniform(experts, hidden, fan_in=width))
+        self.w_out = nn.Parameter(_uniform(experts, hidden, width, fan_in=hidden))
+        self.b_out = nn.Parameter(_uniform(experts, width, fan_in=hidden))
+
+    def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "B P K"]:
+        """Run the gate's experts on x."""
+        rows = x.reshape(-1, x.shape[-1])
+        expert, weight = gate.expert.flatten(0, 1), gate.weight.flatten(0, 1)
+        path = self._path(x)
+        if path == "dense":
+            return self._dense(rows, expert, weight).view_as(x)
+        run = self._grouped if path == "grouped" else self._loop
+        out = weight[:, :1] * run(rows, expert[:, 0])
+        if torch.is_grad_enabled() and weight.requires_grad:
+            for j in range(1, expert.shape[1]):
+                with torch.no_grad():
+                    other = run(rows, expert[:, j])
+                out = out + weight[:, j : j + 1] * other
+        return out.view_as(x)
+
+    def _path(self, x: Tensor) -> str:
+        if self.dispatch != "auto":
+            return self.dispatch
+        if x.is_cuda:
+            return "dense"
+        aligned = all(size * x.element_size() % 16 == 0 for size in self.w_in.shape[1:])
+        return "grouped" if aligned and x.dtype in (torch.float32, torch.bfloat16) else "loop"
+
+    def _loop(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
+        """Each expert on its own rows. An expert without rows still takes part, with a zero gradient."""
+        out = torch.empty_like(rows_NK)
+        for e, parts in enumerate(zip(self.w_in.unbind(), self.b_in.unbind(), self.w_out.unbind(), self.b_out.unbind())):
+            index = (expert == e).nonzero().squeeze(-1)
+            w_in, b_in, w_out, b_out = parts
+            hidden = nnf.gelu(torch.addmm(b_in, rows_NK[index], w_in))
+            out = out.index_copy(0, index, torch.addmm(b_out, hidden, w_out))
+        return out
+
+    def _grouped(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
+        """Rows sorted by expert, then one grouped product per layer; every group may be empty."""
+        order = expert.argsort(stable=True)
+        ends = torch.bincount(expert, minlength=self.experts).cumsum(0).to(torch.int32)
+        sorted_expert = expert[order]
+        hidden = _grouped_mm(_Permute.apply(rows_NK, order), self.w_in, ends)
+        hidden = nnf.gelu(hidden + _expand_bias(self.b_in, sorted_expert))
+        out = _grouped_mm(hidden, self.w_out, ends) + _expand_bias(self.b_out, sorted_expert)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return _Permute.apply(out, inverse)
+
+    def _dense(
+        self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, "N k"], weight: Float[Tensor, "N k"]
+    ) -> Float[Tensor, "N K"]:
+        """All experts on all rows, then the weighted sum; weights of 0 leave no gradient in an expert."""
+        rows_ENK = rows_NK.expand(self.experts, *rows_NK.shape)
+        hidden = nnf.gelu(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
+        out_ENK = torch.baddbmm(self.b_out[:, None], hidden, self.w_out)
+        mix_NE = weight.new_zeros(len(rows_NK), self.experts).scatter(1, expert, weight)
+        return torch.einsum("ne,enk->nk", mix_NE, out_ENK)
+
+
+def _uniform(*shape: int, fan_in: int) -> Tensor:
+    """The default initialisation of a linear layer, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for each expert apart."""
+    bound = 1 / math.sqrt(fan_in)
+    return torch.empty(shape).uniform_(-bound, bound)
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _ContiguousGrad.apply(nnf.grouped_mm(rows, weight, offs=ends))
+
+
+def _expand_bias(bias: Float[Tensor, "E F"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N F"]:
+    """The bias of each row's expert; a product with one-hot rows, whose backward is far cheaper than indexing's."""
+    return nnf.one_hot(expert, len(bias)).to(bias.dtype) @ bias
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order] for a permutation: the backward is a gather too, not a scatter."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]  # noqa: D102
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(0, order, grad), None
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """Identity whose gradient is contiguous: grouped products refuse the zero strides of an expanded gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
+        return grad.contiguous()

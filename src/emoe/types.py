@@ -1,0 +1,115 @@
+"""The values that travel between the parts, and the letters their shapes are written in.
+
+Letters: B batch, L length, V symbols (the mask included), t time in (0, 1], h training step, D routed blocks,
+P positions routed in a block (L in a transformer), E experts, k experts that take part in a gate, Z latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenSpace:
+    """Rows of `length` integers in 0..size-1, of which `mask_id` is the mask m."""
+
+    size: int
+    mask_id: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mask_id < self.size or self.length < 1:
+            raise ValueError(f"not a token space: {self}")
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a method asks of a backbone; a name that the backbone does not support is refused when it is built."""
+
+    experts: int = 0  # experts per block; 0 = one dense MLP
+    cond: int = 0  # size Z of a latent vector added to every position; 0 = none
+    marks: bool = False  # a learned embedding of marked positions (the mask pattern)
+    encoder: int = 0  # outputs of a recognition encoder of the same size; 0 = none
+
+    def names(self) -> frozenset[str]:
+        """Names of the features in use."""
+        return frozenset(name for name, value in vars(self).items() if value)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Which experts a position runs and with which weights. The first one is executed.
+
+    With straight-through gradients the weights have the values (1, 0, ..., 0) and the gradients of the relaxed
+    weights. `keep_from` tells the backbone to drop the batch rows before it: a paired route drops the clean half
+    once its last router has spoken, since nothing downstream reads it.
+    """
+
+    expert: Int[Tensor, "B P k"]
+    weight: Float[Tensor, "B P k"]
+    keep_from: int = 0
+
+
+Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
+"""A route policy: (block d, router logits) -> Gate. Posterior, prior and ablations are policies, not code paths."""
+
+
+@dataclass(frozen=True)
+class BackboneOut:
+    """Token logits (the mask column at -inf) and, block by block, the router logits and gates."""
+
+    logits: Float[Tensor, "B L V"]
+    route_logits: tuple[Float[Tensor, "_B P E"], ...] = ()
+    gates: tuple[Gate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Result of the posterior pass (Algo. 1, lines 5-8)."""
+
+    log_x_theta: Float[Tensor, "B L V"]  # log p(x0 | xt, z), SUBS applied
+    kl: Float[Tensor, " B"]  # KL(q(z | x0, xt) || p(z | xt)), nats per sequence
+    aux: Float[Tensor, ""] | None = None  # auxiliary loss already weighted (load balance), outside any bound
+    log: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """Result of the prior pass (Algo. 2, lines 3-4): one network call."""
+
+    log_x_theta: Float[Tensor, "B L V"]
+    latent: Any = None  # gates, z or None; for traces and pictures
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a training step minimises, and what it logs (0- or 1-dimensional tensors)."""
+
+    total: Float[Tensor, ""]
+    log: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What a sampler shows of a reverse step: x after it, the positions it revealed and the latent it drew."""
+
+    step: int
+    time: float
+    x: Int[Tensor, "B L"]
+    revealed: Bool[Tensor, "B L"]
+    latent: Any
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number a metric reports, with its standard error and sample count."""
+
+    metric: str
+    value: float
+    stderr: float | None
+    n: int

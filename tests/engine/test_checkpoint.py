@@ -1,0 +1,468 @@
+"""Checkpoints under kills, full disks, damage and attacks: whole, or refused, or the one before."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emoe
+from emoe.config import ConfigError
+from emoe.engine import checkpoint, durable, tensorfile
+from emoe.engine.checkpoint import NewerSchemaError, StorageError
+
+Groups = dict[str, dict[str, Tensor]]
+
+
+def make_state(seed: int) -> Groups:
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(7, 5, generator=draw)
+    return {
+        "model": {
+            "weight": weight,
+            "tied": weight,
+            "transposed": weight.t(),
+            "slice": weight[2:4],
+            "half": torch.randn(3, 4, generator=draw).to(torch.bfloat16),
+            "scalar": torch.randn((), generator=draw, dtype=torch.float64),
+            "odd": torch.tensor([0.0, -0.0, float("nan"), float("inf"), 1e-45]),
+            "empty": torch.zeros(0, 3),
+            "flags": torch.tensor([True, False, True]),
+        },
+        "optim": {"step": torch.tensor(seed), "moment": torch.randn(6, generator=draw)},
+        "ema": {"weight": weight.clone() + 1},
+    }
+
+
+def save(root: Path, step: int, keep: int = 3, **options: Any) -> Path:
+    return checkpoint.save(root, step, make_state(step), {"seed": step, "lr": 0.1}, keep, **options)
+
+
+def assert_state(found: checkpoint.Checkpoint | None, step: int) -> None:
+    assert found is not None and found.step == step and found.meta == {"seed": step, "lr": 0.1}
+    wanted = make_state(step)
+    assert {group: set(members) for group, members in found.tensors.items()} == {
+        group: set(members) for group, members in wanted.items()
+    }
+    for group, members in wanted.items():
+        for name, tensor in members.items():
+            got = found.tensors[group][name]
+            assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape), name
+            assert tensorfile.to_bytes({"x": got}) == tensorfile.to_bytes({"x": tensor}), name
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step-")) for folder in root.glob("step-*"))
+
+
+def leftovers(root: Path) -> list[str]:
+    return [entry.name for entry in root.iterdir() if entry.name.startswith(".tmp")]
+
+
+def forge(folder: Path, name: str, data: bytes, **changes: Any) -> Path:
+    """A folder as an attacker would make it: every hash is right, only the contents are not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+    entry = {"group": "model", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    content = {"schema": checkpoint.SCHEMA, "step": 1, "files": {name: entry}, "meta": {}}
+    durable.write_sealed(folder / checkpoint.MANIFEST, content | changes)
+    return folder
+
+
+# ---- what is written comes back
+
+
+@pytest.mark.parametrize("limit", [None, 400])
+def test_round_trip_is_bit_exact(tmp_path: Path, limit: int | None) -> None:
+    path = save(tmp_path, 1234, max_file_bytes=limit)
+    assert path.name == "step-000001234" and checkpoint.latest(tmp_path) == path
+    assert_state(checkpoint.load(path), 1234)
+    assert_state(checkpoint.load_latest(tmp_path), 1234)
+
+
+def test_same_state_gives_same_bytes_in_any_order(tmp_path: Path) -> None:
+    state = make_state(5)
+    turned = {group: dict(reversed(members.items())) for group, members in reversed(state.items())}
+    first = checkpoint.save(tmp_path / "a", 5, state, {"x": 1, "y": 2}, 2)
+    second = checkpoint.save(tmp_path / "b", 5, turned, {"y": 2, "x": 1}, 2)
+    names = sorted(entry.name for entry in first.iterdir())
+    assert names == ["ema.safetensors", "manifest.json", "model.safetensors", "optim.safetensors"]
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_shards_respect_the_limit(tmp_path: Path) -> None:
+    big = {f"layer.{i}": torch.full((100,), float(i)) for i in range(40)} | {"huge": torch.zeros(3000)}
+    path = checkpoint.save(tmp_path, 1, {"model": big}, {}, 2, max_file_bytes=2000)
+    files = sorted(path.glob("model-*.safetensors"))
+    assert len(files) > 10 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert [file.stat().st_size > 2000 for file in files].count(True) == 1
+    loaded = checkpoint.load(path).tensors["model"]
+    assert loaded.keys() == big.keys() and all(torch.equal(loaded[name], big[name]) for name in big)
+
+
+def test_loaded_tensors_are_writable_and_groups_can_be_left_out(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    found = checkpoint.load(path, torch.device("cpu"), groups=["ema"])
+    assert set(found.tensors) == {"ema"}
+    found.tensors["ema"]["weight"].add_(1)
+    assert_state(checkpoint.load(path), 3)
+
+
+def test_nothing_saved_is_none(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "absent") is None
+    assert checkpoint.load_latest(tmp_path / "absent") is None
+
+
+# ---- which ones stay
+
+
+def test_keeps_the_newest_and_demands_two(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [3, 4] and not leftovers(tmp_path)
+    with pytest.raises(ConfigError, match="keep: must be >= 2, got 1"):
+        save(tmp_path, 5, keep=1)
+
+
+def test_damaged_ones_do_not_count_and_the_last_valid_one_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=9)
+    for step in (2, 3, 4):
+        (tmp_path / f"step-{step:09d}" / "manifest.json").write_bytes(b"")
+    save(tmp_path, 5, keep=2)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]  # valid: 1 and 5
+    save(tmp_path, 6, keep=2)
+    assert steps(tmp_path) == [5, 6]
+
+
+def test_damaged_later_steps_never_push_out_the_new_one(tmp_path: Path) -> None:
+    for step in (1, 7, 8):
+        path = save(tmp_path, step, keep=9)
+    for step in (7, 8):  # same size, so a look at sizes alone takes them for valid
+        flip(tmp_path / f"step-{step:09d}" / "optim.safetensors", 900)
+    for step in (2, 3, 4):
+        save(tmp_path, step, keep=2)
+        assert_state(checkpoint.load_latest(tmp_path), step)
+    assert steps(tmp_path) == [3, 4, 7, 8]
+    save(tmp_path, 8, keep=2)  # reached again: the damaged folder is replaced
+    assert_state(checkpoint.load(path), 8)
+
+
+def test_saving_a_valid_step_again_changes_nothing(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    before = [(entry.name, entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in sorted(path.iterdir())]
+    assert checkpoint.save(tmp_path, 1, make_state(99), {}, 2) == path
+    assert before == [(e.name, e.stat().st_mtime_ns, e.stat().st_ino) for e in sorted(path.iterdir())]
+
+
+def test_sweep_spares_a_living_writer(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid in (dead.pid, os.getppid(), os.getpid()):
+        (tmp_path / f".tmp-5-{pid}").mkdir()
+    durable.prepare(tmp_path)
+    assert leftovers(tmp_path) == [f".tmp-5-{os.getppid()}"]
+
+
+# ---- kills
+
+STAGES = (
+    "ema.safetensors",
+    "model.safetensors",
+    "optim.safetensors",
+    "before-manifest",
+    "manifest.json",
+    "before-rename",
+    "after-rename",
+)
+
+CHILDREN = """
+import json, os, resource, sys
+from pathlib import Path
+from test_checkpoint import STAGES, checkpoint, save
+
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        os._exit(work() or 0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed(stage):
+    os.environ["EMOE_FAULT"] = "save:" + stage
+    save(root / stage, 2)
+
+
+def limited(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    try:
+        save(root / "full", 2)
+    except checkpoint.StorageError as error:
+        return error.exit_code if str(root / "full") in str(error) else 1
+
+
+root, codes = Path(sys.argv[1]), {}
+for stage in STAGES:
+    save(root / stage, 1)
+    codes[stage] = in_child(lambda: killed(stage))
+sizes = sorted(entry.stat().st_size for entry in save(root / "full", 1).iterdir())
+for size in [10, *sizes]:
+    codes[size] = in_child(lambda: limited(size - 1))
+print(json.dumps(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """Saves in forked children of one fresh process (importing torch is slow): folder and exit codes."""
+    root = tmp_path_factory.mktemp("children")
+    paths = [str(Path(emoe.__file__).parents[1]), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", CHILDREN, str(root)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return root, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_every_stage_of_a_save(children: tuple[Path, dict[str, int]], stage: str) -> None:
+    root = children[0] / stage
+    assert children[1][stage] == 137
+    survivor = 2 if stage == "after-rename" else 1
+    assert steps(root) == [1, 2][:survivor]
+    assert len(leftovers(root)) == (0 if stage == "after-rename" else 1)
+    assert_state(checkpoint.load_latest(root), survivor)
+    save(root, 3)
+    assert not leftovers(root)
+    assert_state(checkpoint.load_latest(root), 3)
+
+
+# ---- storage that fails
+
+
+def test_a_file_size_limit_is_a_storage_error(children: tuple[Path, dict[str, int]]) -> None:
+    root = children[0] / "full"
+    codes = [code for name, code in children[1].items() if name not in STAGES]
+    assert codes == [5] * 5  # too small for anything, then for each of the four files
+    assert steps(root) == [1] and not leftovers(root)
+    assert_state(checkpoint.load_latest(root), 1)
+
+
+@pytest.mark.parametrize("victim", [*STAGES[:3], "manifest.json", "folder"])
+def test_disk_full_at_each_file(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    write, sync = durable.write_synced, durable.sync_folder
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def failing_write(path: Path, data: bytes) -> None:
+        write(path, data[: len(data) // 2] if path.name == victim else data)
+        if path.name == victim:
+            raise full
+
+    def failing_sync(folder: Path) -> None:
+        if victim == "folder":
+            raise full
+        sync(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_synced", failing_write)
+        patch.setattr(durable, "sync_folder", failing_sync)
+        with pytest.raises(StorageError, match=r"step 2, \d+ bytes needed .*No space left") as caught:
+            save(tmp_path, 2)
+    assert str(tmp_path) in str(caught.value) and caught.value.exit_code == 5
+    assert steps(tmp_path) == [1] and not leftovers(tmp_path)
+    assert_state(checkpoint.load_latest(tmp_path), 1)
+    assert_state(checkpoint.load(save(tmp_path, 2)), 2)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.write_text("not a folder")
+    for attempt in (lambda: save(root, 1), lambda: durable.prepare(root)):
+        with pytest.raises(StorageError, match="checkpoints"):
+            attempt()
+
+
+def test_what_is_no_json_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path, 1, make_state(1), {"bad": object()}, 2)
+    with pytest.raises(ValueError, match="letters"):
+        checkpoint.save(tmp_path, 1, {"../model": {}}, {}, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- damage
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(data))
+
+
+def test_one_flipped_bit_is_never_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    draw = random.Random(0)
+    files = sorted(path.iterdir())
+    for trial in range(60):  # every file in turn, the manifest too
+        victim = files[trial % len(files)]
+        bit = draw.randrange(victim.stat().st_size * 8)
+        flip(victim, bit)
+        with pytest.raises(StorageError, match=victim.name):
+            checkpoint.load(path)
+        caplog.clear()
+        assert_state(checkpoint.load_latest(tmp_path), 1)
+        assert "skipped" in caplog.text and victim.name in caplog.text
+        flip(victim, bit)
+    assert_state(checkpoint.load_latest(tmp_path), 2)
+
+
+@pytest.mark.parametrize("name", [*STAGES[:3], "manifest.json"])
+@pytest.mark.parametrize("left", [0, 1, 7, 100, -1])
+def test_truncated_files_fall_back(tmp_path: Path, name: str, left: int) -> None:
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    (newer / name).write_bytes((newer / name).read_bytes()[:left])
+    assert checkpoint.latest(tmp_path) == older
+    assert_state(checkpoint.load_latest(tmp_path), 1)
+    with pytest.raises(StorageError, match=name):
+        checkpoint.load(newer)
+    assert_state(checkpoint.load(save(tmp_path, 2)), 2)  # the damaged folder is replaced
+
+
+def test_missing_files_are_named_and_extra_ones_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path, 1)
+    (path / "notes.txt").write_text("hello")
+    with caplog.at_level(logging.WARNING):
+        assert_state(checkpoint.load(path), 1)
+    assert "notes.txt" in caplog.text
+    (path / "ema.safetensors").unlink()
+    (path / "optim.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"lacks ema.safetensors, optim.safetensors"):
+        checkpoint.load(path)
+    with pytest.raises(StorageError, match="no checkpoint can be read"):
+        checkpoint.load_latest(tmp_path)
+    shutil.rmtree(path)
+    path.mkdir()
+    with pytest.raises(StorageError, match="manifest.json"):
+        checkpoint.load(path)
+
+
+def test_a_newer_schema_is_refused_and_not_skipped(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    data = tensorfile.to_bytes({})
+    newer = forge(tmp_path / "step-000000002", "model.safetensors", data, schema=checkpoint.SCHEMA + 1)
+    for attempt in (
+        lambda: checkpoint.load(newer),
+        lambda: checkpoint.load_latest(tmp_path),
+        lambda: checkpoint.latest(tmp_path),
+        lambda: save(tmp_path, 2),
+    ):
+        with pytest.raises(NewerSchemaError, match="update emoe"):
+            attempt()
+    assert newer.exists()
+
+
+# ---- attacks
+
+
+class Payload:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.canary),)
+
+
+def test_pickles_are_never_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    plain = pickle.dumps(Payload(canary))
+    torch.save(Payload(canary), tmp_path / "model.pt")
+    zipped = (tmp_path / "model.pt").read_bytes()
+    assert zipped[:2] == b"PK"
+    for index, data in enumerate((plain, zipped, pickle.dumps(Payload(canary), protocol=0))):
+        for name in ("model.safetensors", "model.pt", "model.ckpt", "../model.safetensors"):
+            folder = forge(tmp_path / f"root{index}" / "step-000000001", name, data)
+            with pytest.raises(StorageError, match="never loaded"):
+                checkpoint.load(folder)
+            with pytest.raises(StorageError):
+                checkpoint.load_latest(folder.parent)
+    with pytest.raises(StorageError, match="never loaded"):
+        checkpoint.load(tmp_path / "model.pt")
+    harmless = tensorfile.to_bytes({"x": torch.zeros(1)})
+    for name in ("model.pt", "../model.safetensors", "model.safetensors\n"):  # right contents, wrong name
+        with pytest.raises(StorageError, match="not safetensors"):
+            checkpoint.load(forge(tmp_path / "step-000000001", name, harmless))
+    assert not canary.exists()
+    pickle.loads(plain)  # the payload does work where pickles are trusted
+    assert canary.exists()
+
+
+def crafted(header: Any, body: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body
+
+
+def entry(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+ATTACKS = {
+    "empty file": b"",
+    "header length of 8 EiB": crafted(b"{}", length=2**63),
+    "header length of 1 GiB": crafted(b"{}", length=2**30),
+    "header length one too large": crafted(b"{}", length=3),
+    "header that is no JSON": crafted(b"{{{{"),
+    "deep nesting": crafted(b'{"a":' * 100_000),
+    "overlap": crafted({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)),
+    "hole": crafted({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, bytes(12)),
+    "unknown dtype": crafted({"a": entry(0, 4, [1], "PICKLE")}, bytes(4)),
+    "wrong shape": crafted({"a": entry(0, 4, [2])}, bytes(4)),
+    "overflowing shape": crafted({"a": entry(0, 4, [2**62, 2**62])}, bytes(4)),
+    "beyond the end": crafted({"a": entry(0, 2**40, [2**38])}, bytes(4)),
+    "unused bytes": crafted({"a": entry(0, 4, [1])}, bytes(400)),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_malformed_tensor_files_are_refused(tmp_path: Path, attack: str) -> None:
+    folder = forge(tmp_path / "step-000000001", "model.safetensors", ATTACKS[attack])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(StorageError, match="model.safetensors"):
+        checkpoint.load(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": []},
+        {"files": {"a.safetensors": {}}},
+        {"step": "x"},
+        {"meta": 3},
+        {"schema": "1"},
+        {"step": None},
+    ],
+)
+def test_malformed_manifests_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = forge(tmp_path / "step-000000001", "model.safetensors", tensorfile.to_bytes({}), **changes)
+    with pytest.raises(StorageError, match="manifest"):
+        checkpoint.load(folder)

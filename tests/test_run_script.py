@@ -1,0 +1,219 @@
+"""The set-up logic of `./run`, without network: a stand-in for Python pretends to install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+# Answers what only a real installation could; the rest (hashing, locking) goes to the real interpreter.
+STAND_IN = f"""#!/bin/sh
+case "$*" in
+  *_base_executable*) echo "{VERSION.replace(".", " ")} $0" ;;
+  *"import pip"*) echo {VERSION} ;;
+  *ensurepip*) exit ${{FAKE_ENSUREPIP:-0}} ;;
+  *"-m venv"*)
+    echo venv >>"$CALLS"
+    for target in "$@"; do :; done
+    mkdir -p "$target/bin" "$target/lib/python{VERSION}/site-packages"
+    cp "$0" "$target/bin/python" ;;
+  *"-m pip"*install*)
+    echo install >>"$CALLS"
+    sleep "${{FAKE_SECONDS:-0}}"
+    echo "a line of the installer"
+    exit ${{FAKE_STATUS:-0}} ;;
+  *"-m emoe"*) echo "ran $*" ;;
+  *"-m pytest"*) echo "ran $* with $OMP_NUM_THREADS thread, $PYTHONPATH" ;;
+  *) exec "{sys.executable}" "$@" ;;
+esac
+"""
+
+
+class Tree:
+    """A copy of the files `./run` reads, in a folder with an awkward name, and a way to call it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "a folder (with spaces)"
+        self.root.mkdir()
+        for name in ("run", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, self.root)
+        self.venv = self.root / ".venv"
+        self.python = folder / "stand-in"
+        self.python.write_text(STAND_IN)
+        self.python.chmod(0o755)
+        self.calls_file = folder / "calls"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("EMOE_") and k != "PYTHONPATH"}
+        self.env = kept | {"CALLS": str(self.calls_file), "PYTHON": str(self.python), "EMOE_UV": "0"}
+
+    def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
+        command = [str(self.root / "run"), *args]
+        pipe = subprocess.PIPE
+        folder = self.root.parent  # not the tree itself: ./run must not depend on where it is called
+        return subprocess.Popen(command, cwd=folder, env=self.env | env, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*args, **env)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self) -> list[str]:
+        """What was made or installed since the last question."""
+        lines = self.calls_file.read_text().split() if self.calls_file.exists() else []
+        self.calls_file.unlink(missing_ok=True)
+        return lines
+
+    def names(self) -> set[str]:
+        return {path.name for path in self.venv.iterdir()}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_unknown_task_lists_the_tasks(tree: Tree) -> None:
+    result = tree.run("dmeo")
+    assert result.returncode == 2
+    assert "unknown task 'dmeo'" in result.stderr
+    for task in ("demo", "emoe", "test", "lint", "help"):
+        assert f"\n  {task} " in result.stderr
+    assert tree.run().returncode == 2
+    assert tree.run("help").returncode == 0
+    assert not tree.venv.exists()
+
+
+def test_first_start_sets_up_and_the_next_calls_no_installer(tree: Tree) -> None:
+    first = tree.run("emoe", "show", "two words")
+    assert (first.returncode, first.stdout) == (0, "ran -m emoe show two words\n")
+    assert "set up in" in first.stderr
+    assert tree.calls() == ["venv", "install"]
+    assert ".ready-core" in tree.names() and ".busy" not in tree.names()
+
+    warm = tree.run("demo", FAKE_STATUS="1")
+    assert (warm.returncode, warm.stdout, warm.stderr) == (0, "ran -m emoe demo\n", "")
+    assert tree.calls() == []
+
+
+def test_the_test_task_adds_to_the_core(tree: Tree) -> None:
+    tree.run("demo")
+    tree.calls()
+    result = tree.run("test", "-k", "routing", OMP_NUM_THREADS="16")
+    assert result.returncode == 0, result.stderr
+    assert "-k routing with 1 thread" in result.stdout
+    assert result.stdout.rstrip().endswith(str(tree.root / "src"))
+    assert tree.calls() == ["install"]
+    assert {".ready-core", ".ready-test"} <= tree.names()
+    tree.run("demo"), tree.run("test")
+    assert tree.calls() == []
+
+
+def test_a_failed_install_shows_the_log_and_spares_the_core(tree: Tree) -> None:
+    tree.run("demo")
+    failed = tree.run("test", FAKE_STATUS="1")
+    assert failed.returncode == 1
+    assert "a line of the installer" in failed.stderr and "setup.log" in failed.stderr
+    tree.calls()
+    assert tree.run("demo").returncode == 0
+    assert tree.calls() == []
+    assert tree.run("test").returncode == 0
+    assert tree.calls() == ["install"]
+
+
+def test_a_killed_set_up_is_made_again(tree: Tree) -> None:
+    process = tree.start("demo", FAKE_SECONDS="1.5")
+    while "install" not in (tree.calls_file.read_text() if tree.calls_file.exists() else ""):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert ".busy" in tree.names() and ".ready-core" not in tree.names()
+    tree.calls()
+    again = tree.run("demo")  # waits for the installer that outlived its parent
+    assert again.returncode == 0 and "waiting" in again.stderr
+    assert tree.calls() == ["venv", "install"]
+
+
+def test_two_at_once_install_once(tree: Tree) -> None:
+    both = [tree.start("demo", FAKE_SECONDS="0.5") for _ in range(2)]
+    for process in both:
+        assert process.communicate(timeout=60)[0] == "ran -m emoe demo\n"
+    assert tree.calls() == ["venv", "install"]
+
+
+def test_only_a_change_of_requirements_installs_again(tree: Tree) -> None:
+    tree.run("test")
+    tree.calls()
+    project = tree.root / "pyproject.toml"
+    project.write_text(project.read_text() + "\n[tool.something]\nkey = 1\n")
+    tree.run("test")
+    assert tree.calls() == []
+    pins = tree.root / "constraints.txt"
+    pins.write_text(pins.read_text() + "some-package==1.0\n")
+    tree.run("demo")
+    assert tree.calls() == ["install"]
+    assert ".ready-test" not in tree.names()
+
+
+def test_a_foreign_folder_is_never_removed(tree: Tree) -> None:
+    folder = tree.root.parent / "precious"
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+    result = tree.run("demo", EMOE_VENV=str(folder))
+    assert result.returncode == 1 and "EMOE_VENV" in result.stderr
+    assert (folder / "thesis.tex").exists()
+
+
+def test_python_without_venv_names_the_package(tree: Tree) -> None:
+    result = tree.run("demo", FAKE_ENSUREPIP="1")
+    assert result.returncode == 1
+    assert f"apt install python{VERSION}-venv" in result.stderr
+
+
+def test_old_python_is_refused_and_a_newer_one_found(tree: Tree) -> None:
+    folder = tree.root.parent / "bin"
+    folder.mkdir()
+    for name in ("python3", "python3.13", "python3.12", "python3.11"):
+        (folder / name).write_text('#!/bin/sh\necho "3 9 $0"\n')
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    for system in ("0", "1"):
+        result = tree.run("demo", PYTHON="", PATH=path, EMOE_SYSTEM=system)
+        assert result.returncode == 1
+        assert "Python 3.11 or newer is needed (python3 is 3.9" in result.stderr
+    shutil.copy(tree.python, folder / "python3.12")
+    result = tree.run("demo", PYTHON="", PATH=path)
+    assert (result.returncode, result.stdout) == (0, "ran -m emoe demo\n"), result.stderr
+
+
+def test_system_mode_passes_arguments_and_status(tree: Tree) -> None:
+    package = tree.root / "src" / "emoe"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()  # without it the package of the checkout would come first
+    (package / "__main__.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
+    result = tree.run("emoe", "a b", "*", EMOE_SYSTEM="1", PYTHON=sys.executable)
+    assert (result.returncode, result.stdout) == (7, "['a b', '*']\n"), result.stderr
+    assert not tree.venv.exists()
+
+
+@pytest.mark.skipif(not (ROOT / "src/emoe/cli.py").exists(), reason="the command line is not there yet")
+def test_system_mode_runs_the_source_tree(tree: Tree) -> None:
+    shutil.copytree(ROOT / "src", tree.root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    result = tree.run("emoe", "--help", EMOE_SYSTEM="1", PYTHON=sys.executable)
+    assert result.returncode == 0, result.stderr
+    assert "emoe" in result.stdout
+    assert not tree.venv.exists()
+
+
+def test_continuous_integration_runs_the_same_command(tree: Tree) -> None:
+    shutil.copytree(ROOT / ".ci", tree.root / ".ci")
+    result = subprocess.run([tree.root / ".ci" / "run", "-q"], env=tree.env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "-m pytest" in result.stdout
