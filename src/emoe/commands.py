@@ -234,7 +234,9 @@ def cmd_demo(words: list[str]) -> int:
 def cmd_report(words: list[str]) -> int:
     """Write a report."""
     parser = Parser(prog="emoe report", description="Write a self-contained HTML report from a results file.")
-    parser.add_argument("results", nargs="?", default="results/toy.json", help="results file (default results/toy.json)")
+    parser.add_argument(
+        "results", nargs="?", default="results/toy.json", help="results file (default results/toy.json)"
+    )
     parser.add_argument("--out", help="where the report goes; default: beside the results, ending in .html")
     parser.add_argument("--picture", action="append", default=[], help="an image to show; may be given several times")
     parser.add_argument("--run", action="append", default=[], help="a run folder whose curves are shown; may repeat")
@@ -247,6 +249,8 @@ def cmd_report(words: list[str]) -> int:
     if not source.exists():
         raise ConfigError([f"results: {source} does not exist; make it with: emoe reproduce toy"])
     out = Path(args.out) if args.out else source.with_suffix(".html")
-    write_toy_report(out, args.title, Results.load(source), [Path(p) for p in args.picture], [Path(p) for p in args.run])
+    write_toy_report(
+        out, args.title, Results.load(source), [Path(p) for p in args.picture], [Path(p) for p in args.run]
+    )
     print(out)
     return 0

@@ -202,7 +202,9 @@ def from_dict(cls: type[C], data: Any, path: str = "") -> C:
             raise ConfigError([prefix + line for line in error.problems]) from None
     hints = field_types(cls)
     problems = [
-        f"{prefix}{name}: unknown field of {cls.__name__}{hint(name, list(hints))}" for name in data if name not in hints
+        f"{prefix}{name}: unknown field of {cls.__name__}{hint(name, list(hints))}"
+        for name in data
+        if name not in hints
     ]
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -329,7 +331,9 @@ def override(config: C, settings: Mapping[str, str]) -> C:
         except KeyError:
             tails = [known_path for known_path in known if known_path.split(".")[-1] == path.split(".")[-1]]
             flags = [candidate.replace("_", "-") for candidate in (tails or known)]
-            problems.append(f"{name}: no such field{hint(name, flags) if not tails else f'; did you mean {flags[0]!r}?'}")
+            problems.append(
+                f"{name}: no such field{hint(name, flags) if not tails else f'; did you mean {flags[0]!r}?'}"
+            )
         except ConfigError as error:
             problems.extend(f"{path}: {line}" for line in error.problems)
     if problems:
@@ -349,7 +353,9 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], text: str) -> None:
     if len(path) == 1:
         tree[path[0]] = _parse(annotation, text)
         return
-    inner = next((kind for kind in _alternatives(annotation) if isinstance(kind, type) and issubclass(kind, Config)), None)
+    inner = next(
+        (kind for kind in _alternatives(annotation) if isinstance(kind, type) and issubclass(kind, Config)), None
+    )
     if inner is None:
         raise KeyError(path[0])
     if not isinstance(tree.get(path[0]), dict):

@@ -80,4 +80,6 @@ def differences(old: Config, new: Config) -> list[str]:
         return {k: v for name, sub in tree.items() for k, v in flat(sub, f"{path}.{name}" if path else name).items()}
 
     a, b = flat(to_dict(old)), flat(to_dict(new))
-    return [f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    return [
+        f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+    ]

@@ -103,9 +103,7 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
     if has_checkpoint and not resume:
         raise ConfigError([f"run: {path} already holds a trained run; add --resume to continue it, or choose another"])
     if has_checkpoint and saved.exists():
-        frozen = [
-            line for line in differences(Experiment.load(saved), experiment) if line.split(":")[0] not in ELASTIC
-        ]
+        frozen = [line for line in differences(Experiment.load(saved), experiment) if line.split(":")[0] not in ELASTIC]
         if frozen:
             raise ConfigError(
                 [f"resume: {path} was started with another experiment"]
@@ -152,5 +150,3 @@ def load_run(
     except RuntimeError as error:
         raise ConfigError([f"run: the weights in {path} do not fit its experiment: {error}"]) from None
     return Run(path, experiment, domain, method.to(pick_device(device)).eval(), saved.step)
-
-

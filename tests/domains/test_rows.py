@@ -152,9 +152,7 @@ def test_missing_folder_and_foreign_files(tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         build(tmp_path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(
-        DataError, match=r"cannot read \.parquet files; save the rows as \.npy, \.npz or \.csv"
-    ):
+    with pytest.raises(DataError, match=r"cannot read \.parquet files; save the rows as \.npy, \.npz or \.csv"):
         build(tmp_path / "x.parquet")
     (tmp_path / "x").write_bytes(b"")
     with pytest.raises(DataError, match="a file without an ending"):

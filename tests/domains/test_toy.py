@@ -205,9 +205,7 @@ def test_exact_measures_agree_with_measured_pools(toy: Toy):
     one_step = ideal_factorised(law, 1)
     drawn = torch.multinomial(one_step.flatten(), 20_000, True, generator=torch.Generator().manual_seed(1))
     valid, shared = toy.measure(torch.stack([drawn // 50, drawn % 50], dim=1))
-    assert validity_of_law(one_step, toy.support, toy.radius) == pytest.approx(
-        valid.value, abs=5 * valid.stderr
-    )
+    assert validity_of_law(one_step, toy.support, toy.radius) == pytest.approx(valid.value, abs=5 * valid.stderr)
     # The bias of finite pools, 4 to 6 points between equal laws, is small between laws this far apart.
     assert overlap_of_law(one_step, law) == pytest.approx(shared.value, abs=1.5)
     assert overlap_of_law(law, law) == pytest.approx(100, abs=1e-9)
@@ -217,9 +215,7 @@ def test_exact_measures_agree_with_measured_pools(toy: Toy):
 
 def test_factorised_sampler_loses_validity_and_more_steps_regain_it(toy: Toy):
     law = toy.cell_probabilities()
-    scores = [
-        validity_of_law(ideal_factorised(law, steps), toy.support, toy.radius) for steps in (1, 2, 8, 32)
-    ]
+    scores = [validity_of_law(ideal_factorised(law, steps), toy.support, toy.radius) for steps in (1, 2, 8, 32)]
     assert scores == sorted(scores) and scores[0] < 60 and scores[-1] > 95
 
 
@@ -254,9 +250,7 @@ def test_config_joins_the_family_by_its_name():
     config = from_dict(DomainConfig, {"kind": "toy", "density": "swiss-roll", "points": 100})
     assert config == ToyConfig(density="swiss-roll", points=100)
     assert from_dict(DomainConfig, to_dict(config)) == config
-    assert override(config, {"centres-seed": "4"}) == ToyConfig(
-        density="swiss-roll", points=100, centres_seed=4
-    )
+    assert override(config, {"centres-seed": "4"}) == ToyConfig(density="swiss-roll", points=100, centres_seed=4)
     assert len(config.build(0).rows) == 100
     assert {"toy", "rows"} <= set(DomainConfig.known_kinds())
     with pytest.raises(ConfigError, match="swiss-roll"):

@@ -346,9 +346,7 @@ def test_truncated_files_fall_back(tmp_path: Path, name: str, left: int) -> None
     assert_state(checkpoint.load(save(tmp_path, 2)), 2)  # the damaged folder is replaced
 
 
-def test_missing_files_are_named_and_extra_ones_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_files_are_named_and_extra_ones_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(tmp_path, 1)
     (path / "notes.txt").write_text("hello")
     with caplog.at_level(logging.WARNING):

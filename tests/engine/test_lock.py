@@ -31,9 +31,7 @@ except RunBusy as error:
 def hold(folder: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1])}
     command = [sys.executable, "-c", HOLD, str(folder)]
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_the_second_process_is_told_the_pid_of_the_first(tmp_path: Path) -> None:

@@ -30,9 +30,7 @@ def test_lines_are_on_file_at_once_and_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "not" / "yet" / "metrics.jsonl"
     with MetricsLog(path) as log:
         values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": torch.tensor(0.5), "e": np.float32(2)}
-        log.write(
-            {"step": 1, **values, "f": torch.tensor([1.0, math.inf]), "g": "text", "h": None, "i": True}
-        )
+        log.write({"step": 1, **values, "f": torch.tensor([1.0, math.inf]), "g": "text", "h": None, "i": True})
         line = path.read_text()
         log.sync()
 

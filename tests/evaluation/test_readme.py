@@ -16,15 +16,11 @@ def block(name: str, content: str = "") -> str:
     return f"<!-- generated:{name} -->\n{content}<!-- /generated:{name} -->\n"
 
 
-ALL = "# Title\n\n" + "\n".join(
-    block(name) for name in ("toy-validity", "toy-overlap", "toy-source", "toy-gaps")
-)
+ALL = "# Title\n\n" + "\n".join(block(name) for name in ("toy-validity", "toy-overlap", "toy-source", "toy-gaps"))
 
 
 def run(**changes: object) -> RunInfo:
-    fields = dict(
-        command="emoe toy", commit="0123456789abcdef-dirty", device="a GPU", torch="2.1", python="3.11"
-    )
+    fields = dict(command="emoe toy", commit="0123456789abcdef-dirty", device="a GPU", torch="2.1", python="3.11")
     return RunInfo(**(fields | dict(date="2025-01-01T00:00:00Z", wall_s=3.0) | changes))
 
 
@@ -75,12 +71,10 @@ def test_render_keeps_the_text_around_and_settles(folder):
 def test_the_gaps_are_signed_and_carry_the_overlap(folder):
     lines = blocks(render(ALL, folder))["toy-gaps"].split("\n")
     assert (
-        "- VADD on 8-modes at NFE 1: validity 93.3 ±0.5, the paper reports 91.8: +1.5 points (overlap 83.3)."
-        in lines
+        "- VADD on 8-modes at NFE 1: validity 93.3 ±0.5, the paper reports 91.8: +1.5 points (overlap 83.3)." in lines
     )
     assert (
-        "- E-MoE on 8-modes at NFE 1: validity 87.5 ±0.5, the paper reports 94.4: −6.9 points (overlap 77.5)."
-        in lines
+        "- E-MoE on 8-modes at NFE 1: validity 87.5 ±0.5, the paper reports 94.4: −6.9 points (overlap 77.5)." in lines
     )
     assert sum(line.startswith("- ") for line in lines) == 4
 

@@ -169,9 +169,7 @@ def test_code_and_side_by_side(tmp_path):
 
 
 def test_curves_drop_what_is_not_finite():
-    chart = curves_html(
-        Curves({"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "empty": []}, "t", "y")
-    )
+    chart = curves_html(Curves({"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "empty": []}, "t", "y"))
     points = re.search(r'points="(.*?)"', chart)[1].split()
     assert len(points) == 2 and chart.count("<polyline") == 1 and "nan" not in chart
     assert "Nothing to draw" in curves_html(Curves({"a": [(0, math.nan)]}))
@@ -181,8 +179,7 @@ def test_curves_drop_what_is_not_finite():
 
 def test_methods_keep_their_colour():
     alone, both = (
-        curves_html(Curves({n: [(0, 1.0), (1, 2.0)] for n in names}))
-        for names in (["E-MoE"], ["mine", "E-MoE"])
+        curves_html(Curves({n: [(0, 1.0), (1, 2.0)] for n in names})) for names in (["E-MoE"], ["mine", "E-MoE"])
     )
     assert 'polyline class="s2"' in alone and re.findall(r'polyline class="(s\d)"', both) == ["s0", "s2"]
 

@@ -19,16 +19,12 @@ from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, describ
 
 
 def run(date: str = "2025-01-01T00:00:00Z", **changes: object) -> RunInfo:
-    fields = dict(
-        command="make toy", commit="abc", device="cpu", torch="2", python="3.11", date=date, wall_s=1.5
-    )
+    fields = dict(command="make toy", commit="abc", device="cpu", torch="2", python="3.11", date=date, wall_s=1.5)
     return RunInfo(**(fields | changes))
 
 
 def row(**changes: object) -> Row:
-    fields = dict(
-        task="toy", data="8-modes", method="emoe", recipe="toy-emoe", seed=0, nfe=1, metric="validity"
-    )
+    fields = dict(task="toy", data="8-modes", method="emoe", recipe="toy-emoe", seed=0, nfe=1, metric="validity")
     return Row(**(fields | dict(value=87.6, stderr=0.6, n=3000) | changes))
 
 
@@ -135,9 +131,7 @@ def test_select_takes_values_and_collections():
 
 
 def test_mean_over_seeds():
-    results = Results().add(
-        run(), [row(seed=seed, value=value) for seed, value in enumerate((1.0, 2.0, 6.0))]
-    )
+    results = Results().add(run(), [row(seed=seed, value=value) for seed, value in enumerate((1.0, 2.0, 6.0))])
     mean, stderr, seeds = results.mean_over_seeds(metric="validity", nfe=1)
     assert (mean, seeds) == (3.0, 3) and stderr == pytest.approx(math.sqrt(7.0 / 3.0))
     assert results.mean_over_seeds(seed=0) == (1.0, None, 1)
@@ -163,9 +157,7 @@ for nfe in range(5):
 """
     workers = [python(code, str(seed)) for seed in range(4)]
     assert [worker.wait(60) for worker in workers] == [0] * 4
-    assert {(item.seed, item.nfe) for item in Results.load(path).rows} == {
-        (s, n) for s in range(4) for n in range(5)
-    }
+    assert {(item.seed, item.nfe) for item in Results.load(path).rows} == {(s, n) for s in range(4) for n in range(5)}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -198,9 +190,7 @@ def test_the_commit_says_when_the_source_differs(tmp_path, monkeypatch):
 
     def git(*words: str) -> str:
         name = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        return subprocess.run(
-            ["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True
-        ).stdout
+        return subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True).stdout
 
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert machine.source_commit() == "unknown"

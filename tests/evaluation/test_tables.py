@@ -21,9 +21,7 @@ from emoe.evaluation.tables import (
     toy_tables,
 )
 
-RUN = RunInfo(
-    command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1
-)
+RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 
 
 def row(method: str, value: float, **changes: object) -> Row:
@@ -38,8 +36,7 @@ def toy_results() -> Results:
             for data in ("swiss-roll", "8-modes"):
                 for method, value in (("mdlm", 40.0), ("emoe", 87.0)):
                     rows += [
-                        row(method, value + shift + s, seed=s, nfe=nfe, data=data, metric=metric)
-                        for s in range(3)
+                        row(method, value + shift + s, seed=s, nfe=nfe, data=data, metric=metric) for s in range(3)
                     ]
                 rows.append(
                     row(
@@ -87,9 +84,7 @@ def test_overlap_stands_beside_validity():
 
 def test_a_split_table_names_its_density_in_the_corner():
     first, second = toy_table(toy_results(), split=True).split("\n\n")
-    assert first.startswith("| 8-modes | NFE 1 | NFE 32 |") and second.startswith(
-        "| Swiss-roll | NFE 1 | NFE 32 |"
-    )
+    assert first.startswith("| 8-modes | NFE 1 | NFE 32 |") and second.startswith("| Swiss-roll | NFE 1 | NFE 32 |")
 
 
 def test_seeds_can_be_chosen_and_one_seed_has_no_error():
@@ -106,20 +101,19 @@ def test_the_note_does_not_hide_missing_seeds():
 
 
 def test_ablations_stay_out_of_the_main_row():
-    results = toy_results().add(
-        RUN, [row("emoe", 1.0, recipe="toy-8modes-emoe-greedy", seed=s) for s in range(3)]
-    )
+    results = toy_results().add(RUN, [row("emoe", 1.0, recipe="toy-8modes-emoe-greedy", seed=s) for s in range(3)])
     assert cells(toy_table(results, "validity"), "E-MoE")[0].startswith("**88.0**")
-    results.add(RUN, [row("mdlm", 1.0, recipe="other-mdlm")])
-    with pytest.raises(
-        ResultsError, match="cannot tell the main recipe of mdlm from other-mdlm, toy-8modes-mdlm"
-    ):
+    results.add(RUN, [row("emoe", 1.0, recipe="demo-emoe"), row("data", 1.0, nfe=None, recipe="demo-emoe")])
+    assert cells(toy_table(results, "validity"), "E-MoE")[0].startswith("**88.0**")
+    assert cells(toy_table(results, "validity"), "real data")[0] == "99.0"
+    results.add(RUN, [row("mdlm", 1.0, recipe="toy-other-mdlm")])
+    with pytest.raises(ResultsError, match="cannot tell the main recipe of mdlm from toy-8modes-mdlm, toy-other-mdlm"):
         toy_grid(results)
 
 
 def test_yardsticks_measured_beside_several_recipes_count_once():
     results = toy_results().add(
-        RUN, [row("data", 98.0, nfe=None, recipe="a"), row("data", 97.0, nfe=None, recipe="b")]
+        RUN, [row("data", 98.0, nfe=None, recipe="toy-1"), row("data", 97.0, nfe=None, recipe="toy-2")]
     )
     assert cells(toy_table(results, "validity"), "real data")[0] == "98.0"
 
@@ -152,9 +146,7 @@ def test_the_best_of_a_column():
     assert best_places(columns, "high") == {(1, 0), (0, 1), (1, 1)}
     assert best_places(columns, "low") == {(0, 0), (2, 1)}
     assert best_places(columns, None) == set()
-    assert not any(
-        toy_grid(toy_results()).lines[line].reference for line, _ in toy_grid(toy_results()).best()
-    )
+    assert not any(toy_grid(toy_results()).lines[line].reference for line, _ in toy_grid(toy_results()).best())
 
 
 def test_markdown_cells_cannot_break_the_table():

@@ -33,9 +33,7 @@ def forward_distribution(x: Int[Tensor, "B L"], keep: float, mask_id: int, size:
     return stay
 
 
-def subs(
-    logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int
-) -> Float[Tensor, "B L V"]:
+def subs(logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int) -> Float[Tensor, "B L V"]:
     """log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
 
     At masked positions log_softmax over all symbols but the mask; elsewhere 0 at x_t and -inf at the rest.

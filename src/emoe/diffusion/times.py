@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,16 +15,25 @@ def stratified_times(
 ) -> Float[Tensor, " B"]:
     """One t ~ U(low, 1] for each row, one row in each of n = batch * world equal strata (Algo. 1, line 3).
 
-    t_j = low + (1 - low) * (1 - (s_j + u_j) / n), with s a random permutation of the strata 0..n-1 and
-    u_j ~ U[0, 1). The permutation is drawn over the whole job, so that no rank sees only one end of the noise; the
-    generator must therefore be the same on all ranks, and each rank takes its slice.
+    t_j = low + (1 - low) * (1 - (s_j + u_j) / n), u_j ~ U[0, 1), with s_j = (a j + b) mod n for a random b and a
+    fixed stride a near the golden section of n and coprime to it. That is a permutation of the strata in which any
+    run of rows (a rank's slice, a micro-batch) is spread evenly over all times. The generator must be the same on
+    all ranks; each takes its slice.
     """
     count = batch * world
-    noise = torch.rand(2, count, generator=generator, device=generator.device, dtype=torch.float64)
-    strata = noise[0].argsort()
-    u = (strata + noise[1]) / count
+    noise = torch.rand(count + 1, generator=generator, device=generator.device, dtype=torch.float64)
+    shift = (noise[0] * count).floor()
+    place = torch.arange(count, device=generator.device, dtype=torch.float64) * _spread_stride(count)
+    u = ((place + shift) % count + noise[1:]) / count
     t = low + (1 - low) * (1 - u)
     return t[rank * batch : (rank + 1) * batch].to(torch.float32)
+
+
+@functools.cache
+def _spread_stride(count: int) -> int:
+    """The whole number nearest to count * 0.618... that is coprime to count."""
+    target = count * (math.sqrt(5) - 1) / 2
+    return min((a for a in range(1, count + 1) if math.gcd(a, count) == 1), key=lambda a: abs(a - target))
 
 
 def grid_times(steps: int) -> list[float]:

@@ -80,9 +80,7 @@ def save(
     if keep < 2:
         raise ConfigError([f"keep: must be >= 2, got {keep}"])
     if step < 0 or not all(map(_GROUP.fullmatch, tensors)):
-        raise ValueError(
-            f"a step >= 0 and groups of letters, digits and _ are needed, got {step}, {list(tensors)}"
-        )
+        raise ValueError(f"a step >= 0 and groups of letters, digits and _ are needed, got {step}, {list(tensors)}")
     final, temporary = root / f"step-{step:09d}", root / f".tmp-{step}-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -117,9 +115,7 @@ def latest(root: Path) -> Path | None:
     return next((folder for folder in reversed(_folders(root)) if _is_valid(folder)), None)
 
 
-def load(
-    path: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None
-) -> Checkpoint:
+def load(path: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None) -> Checkpoint:
     """Read one checkpoint after checking its sizes and SHA-256.
 
     Args:
@@ -128,9 +124,7 @@ def load(
         groups: Only these groups are read (sampling needs no optimiser state); None reads all.
     """
     if path.is_file():
-        raise StorageError(
-            path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded"
-        )
+        raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
     step, meta, files = _read_manifest(path)
     if extra := sorted({entry.name for entry in path.iterdir()} - set(files) - {MANIFEST}):
         _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(extra))
@@ -162,9 +156,7 @@ def load_latest(root: Path, device: torch.device | str = "cpu") -> Checkpoint | 
             problems.append(str(error))
             _log.warning("skipped a damaged checkpoint: %s", error)
     if problems:
-        raise StorageError(
-            root, "no checkpoint can be read: " + " | ".join(problems), "restore one from a copy"
-        )
+        raise StorageError(root, "no checkpoint can be read: " + " | ".join(problems), "restore one from a copy")
     return None
 
 

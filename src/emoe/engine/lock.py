@@ -17,9 +17,7 @@ class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder
 
     def __init__(self, run_dir: Path, pid: int | None):
         holder = "another process" if pid is None else f"process {pid}"
-        super().__init__(
-            f"{run_dir}: in use by {holder}; wait until it ends, stop it, or choose another folder"
-        )
+        super().__init__(f"{run_dir}: in use by {holder}; wait until it ends, stop it, or choose another folder")
         self.pid = pid
 
 
@@ -40,9 +38,7 @@ class RunLock:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise StorageError(
-                path, f"cannot be opened ({error.strerror})", "give a writable folder"
-            ) from error
+            raise StorageError(path, f"cannot be opened ({error.strerror})", "give a writable folder") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
@@ -53,9 +49,7 @@ class RunLock:
             raise RunBusy(self.run_dir, int(pid) if pid.isdigit() else None) from None
         except OSError as error:
             os.close(descriptor)
-            raise StorageError(
-                path, f"cannot be locked ({error.strerror})", "use a disk that has locks"
-            ) from error
+            raise StorageError(path, f"cannot be locked ({error.strerror})", "use a disk that has locks") from error
         self._descriptor = descriptor
         return self
 

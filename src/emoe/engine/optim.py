@@ -24,9 +24,7 @@ class OptimConfig(Config):
     weight_decay: float = option(0.0, doc="weight decay", low=0)
     clip: float | None = option(1.0, doc="largest norm of the whole gradient; none = no clipping", above=0)
     warmup: int = option(0, doc="steps of linear warm-up", low=0)
-    schedule: Literal["constant", "cosine"] = option(
-        "cosine", doc="course of the learning rate after warm-up"
-    )
+    schedule: Literal["constant", "cosine"] = option("cosine", doc="course of the learning rate after warm-up")
     floor: float = option(0.0, doc="share of the peak that a cosine ends at", low=0, high=1)
 
     def conflicts(self):  # type: ignore[no-untyped-def]

@@ -49,9 +49,7 @@ class MetricsLog:
             if kept != data:
                 replace_file(path, kept)
         except OSError as error:
-            raise StorageError(
-                path, f"cannot be rewritten ({error.strerror})", "free space, then resume"
-            ) from error
+            raise StorageError(path, f"cannot be rewritten ({error.strerror})", "free space, then resume") from error
         return cls(path)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from emoe.types import Loss
 
 Precision = Literal["fp32", "tf32", "bf16"]
 WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments and generators
+TABLE_STEPS = 1024  # steps whose numbers go to the device at once: a copy per step would stall the GPU
 
 
 class Stepper:
@@ -49,6 +50,7 @@ class Stepper:
         self.use_graph = graph and self.device.type == "cuda"
         self._eager_steps = 0
         self._batch: Tensor | None = None
+        self._table, self._table_start = self.values[None], -1
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """Ramps, learning rate and EMA decay of step h, by name."""
@@ -58,7 +60,7 @@ class Stepper:
     def __call__(self, step: int) -> None:
         """Do step h = 0, 1, ...; `loss` and `optimizer.grad_norm` then hold its results."""
         self.rng.at(step)
-        self.values.copy_(torch.tensor(list(self.numbers_at(step).values())))
+        self.values.copy_(self._numbers_on_device(step))
         batch = self.batches(step)
         if not self.use_graph:
             self.loss = self._train(batch)
@@ -74,12 +76,17 @@ class Stepper:
             assert self.graph is not None
             self.graph.replay()
 
+    def _numbers_on_device(self, step: int) -> Tensor:
+        start = step - step % TABLE_STEPS
+        if start != self._table_start:
+            rows = [list(self.numbers_at(h).values()) for h in range(start, start + TABLE_STEPS)]
+            self._table, self._table_start = torch.tensor(rows, device=self.device), start
+        return self._table[step - start]
+
     def _train(self, batch: Tensor) -> Loss:
         self.optimizer.zero_grad()
         cast = (
-            torch.autocast(self.device.type, torch.bfloat16)
-            if self.precision == "bf16"
-            else contextlib.nullcontext()
+            torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
         )
         with cast:
             loss = self.module(batch, self.knobs, self.rng)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Points = Sequence[tuple[float | int, float | int]]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 310, 64, 16, 14, 50
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640.0, 310.0, 64.0, 16.0, 14.0, 50.0
 # A method keeps its colour in every chart; yardsticks are dashed. Other names take the colours in turn.
 COLOURS = {"MDLM": 0, "VADD": 1, "E-MoE": 2, "E-MoE+": 3, "SEDD": 4, "BD3-LM": 5, "AR": 6}
 DASHES = {"ideal factorised": "7 4", "real data": "2 4"}
@@ -48,10 +48,7 @@ def thin(points: Points, limit: int = 300) -> list[tuple[float, float]]:
     finite = [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     size = max(1, math.ceil(len(finite) / limit))
     groups = [finite[start : start + size] for start in range(0, len(finite), size)]
-    return [
-        (math.fsum(xs) / len(xs), math.fsum(ys) / len(ys))
-        for xs, ys in (zip(*g, strict=True) for g in groups)
-    ]
+    return [(math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)) for xs, ys in (zip(*g, strict=True) for g in groups)]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -86,12 +83,11 @@ class _Frame:
         floor, middle = HEIGHT - BOTTOM, (HEIGHT - BOTTOM + TOP) / 2
         parts = [_text(self.across(x), floor + 20, f"{x:g}") for x in marks]
         for y in ticks(self.low, self.high):
-            parts.append(
-                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.down(y):.1f}" y2="{self.down(y):.1f}"/>'
-            )
+            level = f"{self.down(y):.1f}"
+            parts.append(f'<line x1="{LEFT:g}" x2="{WIDTH - RIGHT:g}" y1="{level}" y2="{level}"/>')
             parts.append(_text(LEFT - 8, self.down(y) + 4, f"{y:g}", "end"))
         parts.append(_text((WIDTH + LEFT - RIGHT) / 2, HEIGHT - 6, xlabel))
-        parts.append(f'<g transform="translate(15 {middle:.0f}) rotate(-90)">{_text(0, 0, ylabel)}</g>')
+        parts.append(f'<g transform="translate(15 {middle:.0f}) rotate(-90)">{_text(0.0, 0.0, ylabel)}</g>')
         return "".join(parts)
 
 
@@ -133,7 +129,7 @@ def curves_html(curves: Curves) -> str:
         if len(places) <= 12 and name not in DASHES:
             parts += [f'<circle {pens[name]} cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places]
     label = html.escape(", ".join(filter(None, (curves.title, curves.ylabel))) or "curves")
-    chart = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    chart = f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     swatch = '<svg class="key" viewBox="0 0 22 8"><line {pen} x1="1" x2="21" y1="4" y2="4"/></svg>'
     legend = [f"<li>{swatch.format(pen=pens[name])}{html.escape(name)}</li>" for name in series]
     return f'{chart}<ul class="legend">{"".join(legend)}</ul>'

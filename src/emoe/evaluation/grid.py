@@ -158,18 +158,12 @@ def metric_grid(results: Results, task: str, metric: str, *, seeds: Collection[i
         convention has its own line and so has the paper, whose convention is not ours to guess.
     """
     rows = results.select(task=task, metric=metric)
-    paper = [
-        row for row in paper_rows() if (row["task"], row["metric"], row["variant"]) == (task, metric, None)
-    ]
+    paper = [row for row in paper_rows() if (row["task"], row["metric"], row["variant"]) == (task, metric, None)]
     columns = _columns([(row.data, row.nfe) for row in rows if row.method not in REFERENCES])
     columns = columns or _columns([(row["data"], row["nfe"]) for row in paper])
     named = any(row.convention is not None for row in rows if row.method not in REFERENCES)
     lines = []
-    order = (
-        list(METHODS)
-        + sorted({row.method for row in rows} - set(METHODS) - set(REFERENCES))
-        + list(REFERENCES)
-    )
+    order = list(METHODS) + sorted({row.method for row in rows} - set(METHODS) - set(REFERENCES)) + list(REFERENCES)
     for method in order:
         ours = [row for row in rows if row.method == method]
         found = sorted({row.convention for row in ours}, key=lambda name: (name is not None, name))
@@ -187,9 +181,7 @@ def metric_grid(results: Results, task: str, metric: str, *, seeds: Collection[i
 
 def _columns(found: list[tuple[str, int | None]]) -> tuple[Column, ...]:
     order = list(DATA) + sorted({data for data, _ in found} - set(DATA))
-    return tuple(
-        Column(*pair) for pair in sorted(set(found), key=lambda pair: (order.index(pair[0]), pair[1] or 0))
-    )
+    return tuple(Column(*pair) for pair in sorted(set(found), key=lambda pair: (order.index(pair[0]), pair[1] or 0)))
 
 
 def _cell(mean: SeedMean | None, paper: float | None) -> Cell:
@@ -211,23 +203,23 @@ def _mean(rows: list[Row], column: Column, seeds: Collection[int] | None) -> See
 def plain_recipe(rows: list[Row]) -> list[Row]:
     """Of the rows of one method on one data set, those of its main recipe: ablations stay out of a mean.
 
-    The main recipe is the only one there is or, among several, the one whose name ends in the method's name.
+    The main recipe is the only one there is or, among several, the one whose name begins with the task's name
+    and ends in the method's (`toy-8modes-emoe`; neither `demo-emoe` nor `toy-8modes-emoe-greedy`).
     """
     recipes = sorted({str(row.recipe) for row in rows})
-    if len(recipes) > 1:
-        if rows[0].method in REFERENCES:  # the same yardstick, measured beside several recipes
-            return [row for row in rows if str(row.recipe) == recipes[0]]
-        plain = [name for name in recipes if name.endswith(f"-{rows[0].method}")]
-        if len(plain) != 1:
-            raise ResultsError(f"cannot tell the main recipe of {rows[0].method} from {', '.join(recipes)}")
-        return [row for row in rows if row.recipe == plain[0]]
-    return rows
+    if len(recipes) < 2:
+        return rows
+    task, method = rows[0].task, rows[0].method
+    ours = [name for name in recipes if name.startswith(f"{task}-")] or recipes
+    # A yardstick is the same beside every recipe it was measured with: take one of them.
+    plain = ours[:1] if method in REFERENCES else [name for name in ours if name.endswith(f"-{method}")]
+    if len(plain) != 1:
+        raise ResultsError(f"cannot tell the main recipe of {method} from {', '.join(recipes)}")
+    return [row for row in rows if str(row.recipe) == plain[0]]
 
 
 def table_rows(results: Results, metric: str, task: str = "toy") -> list[Row]:
     """The rows that a grid of the metric is made from: those of the main recipes, references included."""
     rows = results.select(task=task, metric=metric)
     groups = {(row.method, row.data) for row in rows}
-    return [
-        row for key in sorted(groups) for row in plain_recipe([r for r in rows if (r.method, r.data) == key])
-    ]
+    return [row for key in sorted(groups) for row in plain_recipe([r for r in rows if (r.method, r.data) == key])]

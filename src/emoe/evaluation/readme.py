@@ -54,9 +54,7 @@ def render(text: str, results_dir: str | Path) -> str:
             continue
         closing, name = bool(mark[1]), mark[2]
         if closing != bool(inside) or (closing and name != inside):
-            raise BlockError(
-                f"line {number}: {line.strip()} does not pair up" + f" with {inside}" * bool(inside)
-            )
+            raise BlockError(f"line {number}: {line.strip()} does not pair up" + f" with {inside}" * bool(inside))
         if not closing:
             if name not in GENERATORS:
                 raise BlockError(f"line {number}: no block {name!r}; known: {', '.join(sorted(GENERATORS))}")
@@ -75,9 +73,7 @@ def render(text: str, results_dir: str | Path) -> str:
 
 def blocks(text: str) -> dict[str, str]:
     """Name -> present content of the generated blocks of a text whose markers pair up."""
-    found = re.finditer(
-        r"^<!-- generated:([\w-]+) -->\n(.*?)^<!-- /generated:\1 -->", text, re.MULTILINE | re.DOTALL
-    )
+    found = re.finditer(r"^<!-- generated:([\w-]+) -->\n(.*?)^<!-- /generated:\1 -->", text, re.MULTILINE | re.DOTALL)
     return {match[1]: match[2] for match in found}
 
 
@@ -96,9 +92,7 @@ def markdown_files(root: str | Path) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Update or check all blocks; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m emoe.evaluation.readme", description=main.__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if a block is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a block is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs/ and results/")
     options = parser.parse_args(arguments)
     stale = 0
@@ -164,9 +158,7 @@ def toy_source(results: Results) -> str:
         # 12 digits name a commit beyond doubt, and the mark of a changed tree must survive the cut.
         short = commit[:12] + "-dirty" * commit.endswith("-dirty")
         made.append(f"{said} at commit `{short}` on {device} (torch {torch}, Python {python})")
-    samples = [
-        f"{metric} from {', '.join(seeds_and_samples(group))}" for metric, group in rows.items() if group
-    ]
+    samples = [f"{metric} from {', '.join(seeds_and_samples(group))}" for metric, group in rows.items() if group]
     return f"Made by {'; '.join(made)}: {'; '.join(samples)}."
 
 

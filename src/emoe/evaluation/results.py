@@ -75,9 +75,7 @@ class Row:
     seed: int | None
     nfe: int | None
     metric: str
-    convention: str | None = (
-        None  # which bound or estimate a likelihood is: objective, bound@T, nelbo, iw@T,K, exact
-    )
+    convention: str | None = None  # which bound or estimate a likelihood is: objective, bound@T, nelbo, iw@T,K, exact
     value: float | int
     stderr: float | int | None = None
     n: int | None = None
@@ -110,9 +108,7 @@ def _faults(cls: type, data: Mapping[str, Any]) -> list[str]:
         if key not in data or (value is None and type(None) in kinds):
             continue
         if isinstance(value, bool) or not isinstance(value, kinds):
-            names = [
-                {int: "a whole number", float: "a number", str: "text"}.get(kind, "null") for kind in kinds
-            ]
+            names = [{int: "a whole number", float: "a number", str: "text"}.get(kind, "null") for kind in kinds]
             faults.append(f"{key}: expected {' or '.join(dict.fromkeys(names))}, got {value!r}")
         elif isinstance(value, float) and not math.isfinite(value):
             faults.append(f"{key}: must be finite, got {value}")
@@ -222,9 +218,7 @@ class Results:
         if unknown:
             raise ResultsError(f"no such field of a row: {', '.join(sorted(unknown))}")
         wanted = {k: v if isinstance(v, list | tuple | set | frozenset) else (v,) for k, v in filters.items()}
-        return [
-            row for row in self.rows if all(getattr(row, key) in values for key, values in wanted.items())
-        ]
+        return [row for row in self.rows if all(getattr(row, key) in values for key, values in wanted.items())]
 
     def mean_over_seeds(self, **filters: Any) -> SeedMean | None:
         """Mean and standard error over the seeds of the one quantity that the filters fit (see `select`)."""

@@ -93,9 +93,7 @@ def markdown_table(header: Sequence[str], rows: Rows, *, align: str = "") -> str
 
 def grid_markdown(grid: Grid) -> str:
     """A grid in Markdown."""
-    return markdown_table(
-        *_strings(grid, _markdown_cell), align="l" * (1 + grid.conventions) + "r" * len(grid.columns)
-    )
+    return markdown_table(*_strings(grid, _markdown_cell), align="l" * (1 + grid.conventions) + "r" * len(grid.columns))
 
 
 def print_grid(grid: Grid) -> None:
@@ -147,9 +145,7 @@ def _markdown_cell(cell: Cell, digits: int, best: bool) -> str:
 
 def _plain_cell(cell: Cell, digits: int, best: bool) -> str:
     mean, error = _ours(cell, digits)
-    return (
-        mean + ("*" if best else "") + error + ("" if cell.paper is None else f"\n({cell.paper:.{digits}f})")
-    )
+    return mean + ("*" if best else "") + error + ("" if cell.paper is None else f"\n({cell.paper:.{digits}f})")
 
 
 def console_table(header: Sequence[str], rows: Rows, *, title: str = "") -> None:
@@ -177,9 +173,7 @@ def plain_table(header: Sequence[str], rows: Rows, *, title: str = "") -> str:
     lines = [[cell.replace("\n", " ") for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in pairs
-        ).rstrip()
+        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in pairs).rstrip()
         for pairs in (enumerate(zip(line, widths, strict=True)) for line in lines)
     ]
     text.insert(1, "  ".join("-" * width for width in widths))
@@ -199,10 +193,7 @@ def grid_latex(grid: Grid) -> str:
         r"\toprule",
         " & ".join(
             ["", *[""] * len(extra)]
-            + [
-                rf"\multicolumn{{{n}}}{{c}}{{{latex(DATA.get(d, d))}}}"
-                for d, n in zip(names, spans, strict=True)
-            ]
+            + [rf"\multicolumn{{{n}}}{{c}}{{{latex(DATA.get(d, d))}}}" for d, n in zip(names, spans, strict=True)]
         ).strip()
         + r" \\",
         "".join(rf"\cmidrule(lr){{{a}-{a + n - 1}}}" for a, n in zip(starts, spans, strict=True)),

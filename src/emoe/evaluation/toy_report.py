@@ -22,18 +22,17 @@ WHY = (
 )
 READING = (
     "Validity is the share of samples that lie on the data: within a small radius of one of the training "
-    "points. It measures precision only, so a model that repeats one good mode for ever scores 100.",
+    "points. It measures precision only: a model that repeats one good mode for ever can score 100.",
     "Overlap is 100 × (1 − total variation) between the histogram of the samples and that of fresh data. It "
     "falls when modes are missing or weighted wrongly, so read validity only together with it. Two finite "
     "sets of real points do not overlap completely either: the row `real data` is the ceiling.",
-    "The row `ideal factorised` is no trained model: it is the best chain of factorised steps there can be, "
-    "computed exactly. A model that beats it at the same NFE has done what no factorised step can do.",
+    "The row `ideal factorised` is no trained model: it is the chain of factorised steps that knows the "
+    "exact marginals of the data, and so what a perfectly trained factorised model would sample. A model "
+    "well above it in both measures at the same NFE ties tokens together that such a step leaves apart.",
 )
 
 
-def toy_sections(
-    results: Results, *, pictures: Sequence[Picture] = (), curves: Sequence[Curves] = ()
-) -> list[Section]:
+def toy_sections(results: Results, *, pictures: Sequence[Picture] = (), curves: Sequence[Curves] = ()) -> list[Section]:
     """All sections of the toy report.
 
     Args:
@@ -87,9 +86,7 @@ def _lines(grid: Grid) -> Curves:
         ]
         for line in grid.lines
     }
-    return Curves(
-        series, _title(grid), measure(grid.metric).label, "network calls per sample (NFE)", log_x=True
-    )
+    return Curves(series, _title(grid), measure(grid.metric).label, "network calls per sample (NFE)", log_x=True)
 
 
 def _legend(results: Results) -> str:

@@ -145,6 +145,4 @@ class MaskedDiffusion(Method):
             raise ValueError(f"given: expected shape {(n, self.space.length)}, got {tuple(x.shape)}")
         if x.min() < 0 or x.max() >= self.space.size:
             raise ValueError(f"given: tokens must be in 0..{self.space.size - 1} ({self.space.mask_id} is the mask)")
-        return ancestral(
-            self.denoise, x, self.config.schedule, steps, rng, mask_id=self.space.mask_id, on_step=on_step
-        )
+        return ancestral(self.denoise, x, self.config.schedule, steps, rng, mask_id=self.space.mask_id, on_step=on_step)

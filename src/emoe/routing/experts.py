@@ -64,7 +64,9 @@ class RoutedExperts(nn.Module):
     def _loop(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
         """Each expert on its own rows. An expert without rows still takes part, with a zero gradient."""
         out = torch.empty_like(rows_NK)
-        for e, parts in enumerate(zip(self.w_in.unbind(), self.b_in.unbind(), self.w_out.unbind(), self.b_out.unbind())):
+        for e, parts in enumerate(
+            zip(self.w_in.unbind(), self.b_in.unbind(), self.w_out.unbind(), self.b_out.unbind())
+        ):
             index = (expert == e).nonzero().squeeze(-1)
             w_in, b_in, w_out, b_out = parts
             hidden = nnf.gelu(torch.addmm(b_in, rows_NK[index], w_in))
@@ -85,12 +87,16 @@ class RoutedExperts(nn.Module):
     def _dense(
         self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, "N k"], weight: Float[Tensor, "N k"]
     ) -> Float[Tensor, "N K"]:
-        """All experts on all rows, then the weighted sum; weights of 0 leave no gradient in an expert."""
-        rows_ENK = rows_NK.expand(self.experts, *rows_NK.shape)
-        hidden = nnf.gelu(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
-        out_ENK = torch.baddbmm(self.b_out[:, None], hidden, self.w_out)
-        mix_NE = weight.new_zeros(len(rows_NK), self.experts).scatter(1, expert, weight)
-        return torch.einsum("ne,enk->nk", mix_NE, out_ENK)
+        """All experts on all rows as two plain matrix products; weights of 0 leave no gradient in an expert.
+
+        The gate multiplies the hidden layer: sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b.
+        """
+        experts, width, hidden = self.w_in.shape
+        mix_NE = weight.new_zeros(len(rows_NK), experts).scatter(1, expert, weight)
+        w_in_KEF = self.w_in.transpose(0, 1).reshape(width, experts * hidden)
+        h_NEF = nnf.gelu(torch.addmm(self.b_in.flatten(), rows_NK, w_in_KEF)).view(-1, experts, hidden)
+        mixed = (h_NEF * mix_NE[..., None]).flatten(1)
+        return mixed @ self.w_out.view(experts * hidden, width) + mix_NE @ self.b_out
 
 
 def _uniform(*shape: int, fan_in: int) -> Tensor:

@@ -96,7 +96,9 @@ def sharpened(generator: torch.Generator, route_tau: float) -> Route:
         return greedy()
 
     def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
-        return _hard(torch.log_softmax(logits.double(), -1) / route_tau + gumbel(tuple(logits.shape), generator), logits)
+        return _hard(
+            torch.log_softmax(logits.double(), -1) / route_tau + gumbel(tuple(logits.shape), generator), logits
+        )
 
     return policy
 

@@ -44,10 +44,17 @@ def main(words: list[str]) -> int:
     seed = study.runs[0].experiment.seed
     toy = study.runs[0].domain
     panels = {"ground truth": toy.fresh(20_000, seed)}
-    panels |= {METHODS[run.experiment.method.kind]: study.pools[toy.name, run.experiment.method.kind, seed, 1] for run in study.runs}
+    panels |= {
+        METHODS[run.experiment.method.kind]: study.pools[toy.name, run.experiment.method.kind, seed, 1]
+        for run in study.runs
+    }
     toy.picture(panels, folder / "figure.png", title="8-modes: one network call per sample (NFE 1)")
     write_toy_report(
-        folder / "report.html", "E-MoE demo: 8-modes", results, [folder / "figure.png"], [run.path for run in study.runs]
+        folder / "report.html",
+        "E-MoE demo: 8-modes",
+        results,
+        [folder / "figure.png"],
+        [run.path for run in study.runs],
     )
     for metric in ("validity", "overlap"):
         print_grid(toy_grid(results, metric))
@@ -55,9 +62,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def write_toy_report(
-    path: Path, title: str, results: Results, pictures: Sequence[Path], runs: Sequence[Path]
-) -> None:
+def write_toy_report(path: Path, title: str, results: Results, pictures: Sequence[Path], runs: Sequence[Path]) -> None:
     """The toy report with pictures and, where run folders are given, their training curves."""
     shown = [Picture(picture, _caption(picture)) for picture in pictures]
     curves = []

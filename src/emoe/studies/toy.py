@@ -86,7 +86,8 @@ def reference_rows(study: Study) -> list[Row]:
         anonymous = dataclasses.replace(run.experiment, name="reference")
         count = run.experiment.eval.samples
         rows += [
-            make_row(item, toy, anonymous, nfe=None, method="data") for item in toy.measure(toy.fresh(count, seed), seed)
+            make_row(item, toy, anonymous, nfe=None, method="data")
+            for item in toy.measure(toy.fresh(count, seed), seed)
         ]
         cells = toy.cell_probabilities()
         for nfe in run.experiment.eval.nfe:

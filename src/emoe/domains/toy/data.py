@@ -67,9 +67,7 @@ def coordinate_law(means: Float[Tensor, " m"], deviation: float) -> Float[Tensor
     return torch.cat([ends[0], below, ends[1]], dim=1).diff(dim=1)
 
 
-def mixture_law(
-    points: Points, weights: Float[Tensor, " n"], deviation: float
-) -> Float[Tensor, "cells cells"]:
+def mixture_law(points: Points, weights: Float[Tensor, " n"], deviation: float) -> Float[Tensor, "cells cells"]:
     """Law over token pairs of a mixture of isotropic Gaussians: sum_k w_k P_k(i) P_k(j)."""
     first, second = (coordinate_law(torch.from_numpy(points[:, axis].copy()), deviation) for axis in (0, 1))
     return (first * weights[:, None]).T @ second

@@ -74,9 +74,7 @@ def grid_picture(
     for panel, column in zip(panels[0], columns, strict=True):
         panel.set_title(column, fontsize=9)
     for line, method in zip(panels, rows, strict=True):
-        line[0].text(
-            -0.06, 0.5, method, fontsize=9, rotation=90, ha="right", va="center", transform=line[0].transAxes
-        )
+        line[0].text(-0.06, 0.5, method, fontsize=9, rotation=90, ha="right", va="center", transform=line[0].transAxes)
     save(figure, path)
 
 
