@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import importlib
 import json
 import math
@@ -162,7 +161,6 @@ def hint(word: str, candidates: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(sorted(candidates))}"
 
 
-@functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Field name -> resolved annotation, class variables left out."""
     hints = typing.get_type_hints(cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
 SCHEMA = 1
+# Layers initialise from torch's global generator; threads that build models at once must take turns.
+_GLOBAL_RANDOMNESS = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class Experiment(Config):
 
     def build_method(self, space: TokenSpace) -> Method:
         """The method with freshly initialised networks; the same for the same seed, whatever was drawn before."""
-        with torch.random.fork_rng(devices=[]):
+        with _GLOBAL_RANDOMNESS, torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "init"))
             return self.method.build(space, self.backbone)
 

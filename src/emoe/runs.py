@@ -16,6 +16,7 @@ import torch
 from emoe.config import ConfigError, override
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
+from emoe.engine.signals import StopSignal
 from emoe.engine.trainer import FitResult, fit
 from emoe.experiment import Experiment, differences
 from emoe.methods.base import Method
@@ -65,11 +66,12 @@ def train(
     device: str = "auto",
     quiet: bool = False,
     tensorboard: bool = False,
+    stop: StopSignal | None = None,
 ) -> Run:
     """Train a recipe (with fields overridden by `settings`) into `run_dir`.
 
     `resume=True` continues from the newest checkpoint, or starts if there is none; the experiment must be the one
-    the folder was started with.
+    the folder was started with. `stop` is for callers that watch for signals themselves.
     """
     path = Path(run_dir)
     experiment = get_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -90,6 +92,7 @@ def train(
         label=f"{experiment.name} seed {experiment.seed}",
         quiet=quiet,
         tensorboard=tensorboard,
+        stop=stop,
         meta={"experiment": experiment.name, "rows": len(domain.rows)},
     )
     opened = load_run(path, device=str(where), domain=domain)

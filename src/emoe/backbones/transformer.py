@@ -64,6 +64,20 @@ class Block(nn.Module):
                 nn.Linear(config.width, config.hidden), nn.GELU(), nn.Linear(config.hidden, config.width)
             )
 
+    def forward(
+        self, h: Float[Tensor, "B L K"], number: int, route: Route | None
+    ) -> tuple[Float[Tensor, "_B L K"], Float[Tensor, "B L E"] | None, Gate | None]:
+        """Features of the rows that the gate keeps; router logits of all rows; the gate."""
+        h = h + self.attention(self.attention_norm(h))
+        u = self.mlp_norm(h)
+        if not isinstance(self.mlp, RoutedMLP):
+            return h + self.mlp(u), None, None
+        if route is None:
+            raise ValueError("a routed backbone needs a route policy")
+        logits, gate = self.mlp.route(u, number, route)
+        h, u = h[gate.keep_from :], u[gate.keep_from :]
+        return h + self.mlp.experts(u, gate), logits, gate
+
 
 class Trunk(nn.Module):
     """Embeddings and blocks, shared by denoiser and encoder."""
@@ -99,18 +113,10 @@ class Trunk(nn.Module):
         logits: list[Tensor] = []
         gates: list[Gate] = []
         for block in self.blocks:
-            h = h + block.attention(block.attention_norm(h))
-            u = block.mlp_norm(h)
-            if isinstance(block.mlp, RoutedMLP):
-                if route is None:
-                    raise ValueError("a routed backbone needs a route policy")
-                logits_d, gate = block.mlp.route(u, len(gates), route)
-                h, u = h[gate.keep_from :], u[gate.keep_from :]
-                h = h + block.mlp.experts(u, gate)
+            h, logits_d, gate = block(h, len(gates), route)
+            if gate is not None:
                 logits.append(logits_d)
                 gates.append(gate)
-            else:
-                h = h + block.mlp(u)
         return self.norm(h), logits, gates
 
 

@@ -49,7 +49,7 @@ class Optimizer:
     def __init__(self, module: nn.Module, config: OptimConfig, *, ema: float, lr: Tensor, ema_decay: Tensor):
         self.clip, self.ema_decay = config.clip, ema_decay
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
-        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.params: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         kind = torch.optim.AdamW if config.algorithm == "adamw" else torch.optim.Adam
         self.adam = kind(
             self.params,
@@ -60,7 +60,7 @@ class Optimizer:
             fused=True,
             capturable=lr.is_cuda,
         )
-        self.ema = [p.detach().clone() for p in self.params] if ema else []
+        self.ema: list[Tensor] = [p.detach().clone() for p in self.params] if ema else []
         device = self.params[0].device
         self.grad_norm = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)

@@ -32,6 +32,11 @@ class StopSignal:
         """What the process should return after a clean stop: 130 or 143, or 0 without a signal."""
         return 0 if self._requested is None else 128 + self._requested
 
+    def ask(self) -> None:
+        """Ask for a stop from within, as a SIGTERM from outside would."""
+        if self._requested is None:
+            self._requested = signal.SIGTERM
+
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):

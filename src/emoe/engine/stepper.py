@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -17,6 +18,9 @@ from emoe.types import Loss
 Precision = Literal["fp32", "tf32", "bf16"]
 WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments and generators
 TABLE_STEPS = 1024  # steps whose numbers go to the device at once: a copy per step would stall the GPU
+
+
+_CAPTURE = threading.Lock()
 
 
 class Stepper:
@@ -49,6 +53,7 @@ class Stepper:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.use_graph = graph and self.device.type == "cuda"
         self._eager_steps = 0
+        self._stream: torch.cuda.Stream | None = None
         self._batch: Tensor | None = None
         self._table, self._table_start = self.values[None], -1
 
@@ -95,11 +100,8 @@ class Stepper:
         return Loss(loss.total.detach(), {name: value.detach() for name, value in loss.log.items()})
 
     def _warm_up(self, batch: Tensor) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with self._on_side_stream():
             self.loss = self._train(batch)
-        torch.cuda.current_stream().wait_stream(side)
         self._eager_steps += 1
 
     def _capture(self) -> None:
@@ -108,6 +110,28 @@ class Stepper:
         for generator in self.rng.generators():
             graph.register_generator_state(generator)
         self.optimizer.zero_grad()
-        with torch.cuda.graph(graph):
+        # Other threads may train on streams of their own: one capture at a time, and it must not forbid their calls.
+        with _CAPTURE, torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
             self.loss = self._train(self._batch)
         self.graph = graph
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """The stream to capture on: the current one, unless that is the default stream, which cannot be captured.
+
+        Streams come from a small pool in turn; taking a new one where the caller has its own would in the end hand
+        out the stream of another thread.
+        """
+        current = torch.cuda.current_stream()
+        if current != torch.cuda.default_stream():
+            return current
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    @contextlib.contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        current, side = torch.cuda.current_stream(), self._side_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            yield
+        current.wait_stream(side)

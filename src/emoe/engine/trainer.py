@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from emoe.config import Config, option
 from emoe.engine import checkpoint
+from emoe.engine.durable import prepare
 from emoe.engine.lock import RunLock
 from emoe.engine.optim import OptimConfig
 from emoe.engine.runlog import MetricsLog, Progress, TensorBoardLog
@@ -25,7 +27,9 @@ MAX_SKIPPED_IN_ROW = 20
 
 
 class NumericFailure(RuntimeError):
-    """Training cannot go on: too many steps in a row had a loss or gradient that is not finite (exit code 4)."""
+    """Training cannot go on: too many steps in a row had a loss or gradient that is not finite."""
+
+    exit_code: ClassVar[int] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +68,13 @@ def fit(
     label: str = "train",
     quiet: bool = False,
     tensorboard: bool = False,
+    stop: StopSignal | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> FitResult:
     """Train `module` to `train.steps` updates in `run_dir`.
+
+    SIGINT and SIGTERM end it after the step that is under way, with a checkpoint; `stop` is the flag to watch when
+    the caller handles signals itself (signal handlers live in the main thread only).
 
     Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
     at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU with
@@ -79,7 +87,9 @@ def fit(
     if train.precision != "fp32":
         torch.set_float32_matmul_precision("high")
     folder = run_dir / "checkpoints"
-    with RunLock(run_dir), StopSignal() as stop:
+    watched = contextlib.nullcontext(stop) if stop is not None else StopSignal()
+    with RunLock(run_dir), watched as stop:
+        prepare(folder)
         stepper = Stepper(
             module, batches, ramps, optim,
             total=train.steps, rng=rng, ema=train.ema, precision=train.precision, graph=train.cuda_graph,

@@ -65,7 +65,7 @@ class RoutedExperts(nn.Module):
         """Each expert on its own rows. An expert without rows still takes part, with a zero gradient."""
         out = torch.empty_like(rows_NK)
         for e, parts in enumerate(
-            zip(self.w_in.unbind(), self.b_in.unbind(), self.w_out.unbind(), self.b_out.unbind())
+            zip(self.w_in.unbind(), self.b_in.unbind(), self.w_out.unbind(), self.b_out.unbind(), strict=True)
         ):
             index = (expert == e).nonzero().squeeze(-1)
             w_in, b_in, w_out, b_out = parts

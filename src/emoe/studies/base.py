@@ -6,8 +6,11 @@ import hashlib
 import json
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import to_dict
+from emoe.engine.signals import StopSignal
 from emoe.evaluation.evaluate import evaluate, make_row
 from emoe.evaluation.pools import Pool
 from emoe.evaluation.results import Results, Row, RunInfo, describe_machine, record
@@ -43,12 +47,14 @@ class Study:
     command: str
     device: torch.device
     quiet: bool = False
+    jobs: int = 1  # runs trained at once, each in a thread and on a CUDA stream of its own
     pools: Pools = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._machine = describe_machine(self.device)
+        self._of_thread = threading.local()
 
     def info(self) -> RunInfo:
         """Provenance of everything measured so far; its id stays the same while the study goes on."""
@@ -59,37 +65,64 @@ class Study:
         return record(self.results, self.info(), rows)
 
     def run(self, experiments: Sequence[Experiment]) -> Results:
-        """Train and measure all experiments; finished ones are reused, unfinished ones resumed."""
-        results = self.add([])
-        for number, experiment in enumerate(experiments, 1):
-            self.note(f"[{number}/{len(experiments)}] {experiment.name}, seed {experiment.seed}")
-            results = self.one(experiment)
-        return results
+        """Train and measure all experiments; finished ones are reused, unfinished ones resumed.
 
-    def one(self, experiment: Experiment) -> Results:
-        """Train and measure one experiment."""
-        run = train(
-            experiment, self.folder / run_name(experiment), resume=True, device=str(self.device), quiet=self.quiet
-        )
-        assert run.result is not None
-        if run.result.signal is not None:
-            raise Interrupted(run.result.signal)
-        began = time.monotonic()
+        One small network leaves most of a GPU idle, so several are trained at once there. Each run has random
+        streams, weights and a CUDA stream of its own: their number changes nothing but the time.
+        """
+        self.add([])
+        with StopSignal() as stop, ThreadPoolExecutor(self.jobs) as threads:
+            futures = [threads.submit(self._one, experiment, stop) for experiment in experiments]
+            try:
+                for number, future in enumerate(as_completed(futures), 1):
+                    text = future.result()
+                    spent = time.monotonic() - self._began
+                    left = spent / number * (len(futures) - number)
+                    self.note(f"[{number}/{len(futures)}] {text} (elapsed {spent:.0f} s, ETA {left:.0f} s)")
+            except BaseException:
+                stop.ask()
+                for future in futures:
+                    future.cancel()
+                raise
+        order = [run_name(experiment) for experiment in experiments]
+        self.runs.sort(key=lambda run: order.index(run.path.name))
+        return Results.load(self.results)
 
-        def keep(pool: Pool) -> None:
-            self.pools[run.domain.name, experiment.method.kind, experiment.seed, pool.nfe] = pool.samples
+    def _one(self, experiment: Experiment, stop: StopSignal) -> str:
+        """Train and measure one experiment; returns a line about it."""
+        with self._own_stream():
+            run = train(
+                experiment,
+                self.folder / run_name(experiment),
+                resume=True,
+                device=str(self.device),
+                quiet=self.quiet or self.jobs > 1,
+                stop=stop,
+            )
+            assert run.result is not None
+            if run.result.signal is not None:
+                raise Interrupted(run.result.signal)
 
-        rows = evaluate(run.method, run.domain, experiment, keep=keep)
+            def keep(pool: Pool) -> None:
+                self.pools[run.domain.name, experiment.method.kind, experiment.seed, pool.nfe] = pool.samples
+
+            rows = evaluate(run.method, run.domain, experiment, keep=keep)
         if run.result.seconds > 1:  # a finished run that was only reopened says nothing about training time
             spent = Measurement("train_s", round(run.result.seconds, 2), None, experiment.train.steps)
             rows.append(make_row(spent, run.domain, experiment, nfe=None))
         self.runs.append(run)
-        first = [f"{row.metric} {row.value:.1f}" for row in rows if row.nfe == min(experiment.eval.nfe)]
-        self.note(
-            f"    trained in {run.result.seconds:.1f} s, measured in {time.monotonic() - began:.1f} s; "
-            f"NFE {min(experiment.eval.nfe)}: {', '.join(first)}"
-        )
-        return self.add(rows)
+        self.add(rows)
+        first = min(experiment.eval.nfe)
+        values = ", ".join(f"{row.metric} {row.value:.1f}" for row in rows if row.nfe == first)
+        return f"{experiment.name} seed {experiment.seed}: {run.result.seconds:.1f} s; NFE {first}: {values}"
+
+    def _own_stream(self) -> AbstractContextManager[object]:
+        """One CUDA stream for each worker thread, kept over its runs: streams come from a pool of few."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        if getattr(self._of_thread, "stream", None) is None:
+            self._of_thread.stream = torch.cuda.Stream(self.device)
+        return torch.cuda.stream(self._of_thread.stream)
 
     def note(self, text: str) -> None:
         """Say what is going on."""
@@ -103,7 +136,10 @@ def run_name(experiment: Experiment) -> str:
     return f"{experiment.name}-seed{experiment.seed}-{digest}"
 
 
-def make_study(command: str, words: list[str], *, folder: Path, results: Path, device: str, quiet: bool) -> Study:
-    """A study of a command line."""
+def make_study(
+    command: str, words: list[str], *, folder: Path, results: Path, device: str, quiet: bool, jobs: int = 0
+) -> Study:
+    """A study of a command line; `jobs` 0 means 6 runs at once on a GPU and one on a CPU."""
     text = shlex.join(["emoe", *command.split(), *words])
-    return Study(folder, results, text, pick_device(device), quiet)
+    where = pick_device(device)
+    return Study(folder, results, text, where, quiet, jobs or (6 if where.type == "cuda" else 1))

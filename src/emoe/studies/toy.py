@@ -10,6 +10,7 @@ import torch
 from emoe.cli import Parser
 from emoe.commands import parse_numbers, split_settings
 from emoe.config import ConfigError, override
+from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.figures import grid_picture
 from emoe.domains.toy.metrics import ideal_factorised, validity_of_law
@@ -42,8 +43,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--runs", default="runs/toy", help="where run folders go (default runs/toy)")
     parser.add_argument("--results", default="results", help="folder of toy.json, toy.md and figures (default results)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--jobs", default="0", help="runs trained at once; 0 = 6 on a GPU, 1 on a CPU")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(rest)
+    (jobs,) = parse_numbers("jobs", args.jobs, low=0, high=64)
     seeds = parse_numbers("seeds", args.seeds, low=0)
     experiments = [
         override(get_recipe(f"{_prefix(density)}-{method}"), {**settings, "seed": str(seed)})
@@ -54,12 +57,13 @@ def main(words: list[str]) -> int:
     folder = Path(args.results)
     study = make_study(
         "reproduce toy", words, folder=Path(args.runs), results=folder / "toy.json", device=args.device,
-        quiet=args.quiet,
+        quiet=args.quiet, jobs=jobs,
     )  # fmt: skip
     study.run(experiments)
     results = study.add(reference_rows(study))
     (folder / "toy.md").write_text(toy_tables(results))
-    figures(study.pools, {run.domain.name: run.domain for run in study.runs}, seeds[0], folder / "figures")
+    shown = {run.domain.name: run.domain for run in study.runs if run.experiment.seed == seeds[0]}
+    figures(study.pools, shown, seeds[0], folder / "figures")
     for metric in ("validity", "overlap"):
         print_grid(toy_grid(results, metric))
     print_gaps(results)
@@ -101,7 +105,7 @@ def reference_rows(study: Study) -> list[Row]:
     return rows
 
 
-def figures(pools: Pools, domains: dict, seed: int, folder: Path) -> None:
+def figures(pools: Pools, domains: dict[str, Domain], seed: int, folder: Path) -> None:
     """The summary at NFE 1 and the sweeps over NFE 1, 2, 8, 32 of App. C.1, for one seed."""
     folder.mkdir(parents=True, exist_ok=True)
     methods = [name for name in METHODS if any(key[1] == name for key in pools)]

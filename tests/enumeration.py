@@ -1,0 +1,215 @@
+"""Plain enumeration of tiny models in float64: every row, every mask pattern, every route; slow and obvious.
+
+Nothing here calls the package's process, objective or samplers: only the network, with routes forced on it.
+Letters as in `emoe.types`, and: C clean rows, S rows with masks, X mask patterns, R routes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from emoe.methods.base import MaskedDiffusion
+from emoe.types import Gate
+
+ALPHA = 1e-3  # chance that a statistical test fails although nothing is wrong, if its seed were random
+
+
+def all_rows(symbols: Iterable[int], length: int) -> Tensor:
+    """Every row of `length` symbols, in lexicographic order."""
+    return torch.tensor(list(itertools.product(list(symbols), repeat=length)), dtype=torch.long)
+
+
+def single(time: float) -> float:
+    """A time as the sampler hands it to the network, in single precision."""
+    return float(np.float32(time))
+
+
+def gauss_legendre(low: float, high: float, nodes: int) -> list[tuple[float, float]]:
+    """Nodes and weights of a quadrature on [low, high]; the weights sum to high - low."""
+    x, w = np.polynomial.legendre.leggauss(nodes)
+    return [(low + (high - low) * (a + 1) / 2, (high - low) * b / 2) for a, b in zip(x, w, strict=True)]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """All that an objective is made of at one time, for each clean row, mask pattern and route."""
+
+    prob: Tensor  # (C, X) q(xt | x0)
+    log_q: Tensor  # (C, X, R) log q(z | x0, xt)
+    log_p: Tensor  # (C, X, R) log p(z | xt)
+    nll: Tensor  # (C, X, R) -sum over masked l of log p(x0^l | xt, z)
+    path_kl: Tensor  # (C, X, R) sum over blocks and positions of the routers' KL along z
+
+    def recon(self) -> Tensor:
+        """E over xt and z ~ q of the masked NLL, for each clean row."""
+        return torch.einsum("cx,cxr,cxr->c", self.prob, self.log_q.exp(), self.nll)
+
+    def kl(self) -> Tensor:
+        """E over xt of KL(q(z | x0, xt) || p(z | xt)) between whole routes, for each clean row."""
+        return torch.einsum("cx,cxr,cxr->c", self.prob, self.log_q.exp(), self.log_q - self.log_p)
+
+    def moment(self, recon_weight: float, kl_weight: float, power: int) -> Tensor:
+        """E over xt and z of (weighted NLL + weighted KL along z) ** power, for each clean row."""
+        value = (recon_weight * self.nll + kl_weight * self.path_kl) ** power
+        return torch.einsum("cx,cxr,cxr->c", self.prob, self.log_q.exp(), value)
+
+
+class Enumeration:
+    """A method's exact distributions, by running its network on every row with every route."""
+
+    def __init__(self, method: MaskedDiffusion):
+        space = method.space
+        self.method, self.size, self.mask_id, self.length = method, space.size, space.mask_id, space.length
+        self.symbols = [v for v in range(space.size) if v != space.mask_id]
+        self.clean = all_rows(self.symbols, space.length)
+        self.states = all_rows(range(space.size), space.length)
+        self.patterns = all_rows([0, 1], space.length).bool()
+        self.blocks = method.backbone.routed_blocks
+        experts = method.config.experts if self.blocks else 1
+        self.routes = all_rows(range(experts), self.blocks * space.length).view(-1, self.blocks, space.length)
+
+    def index(self, rows: Tensor) -> Tensor:
+        """Number of each row in `states`."""
+        radix = self.size ** torch.arange(self.length - 1, -1, -1)
+        return (rows * radix).sum(-1)
+
+    def read(self, rows: Tensor, t: float, marks: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Run every row with every route.
+
+        Returns:
+            log_route (B, R), the log-probability the routers give each route; log_token (B, R, L, V), what the head
+            says of every position as if it were masked; the routers' log-probabilities (B, R, L, E), block by block.
+        """
+        batch, count = len(rows), len(self.routes)
+        x = rows.repeat_interleave(count, 0)
+        z = self.routes.repeat(batch, 1, 1)
+        gates = [Gate(z[:, d, :, None], torch.ones(*z[:, d].shape, 1, dtype=torch.float64)) for d in range(self.blocks)]
+        out = self.method.backbone(
+            x,
+            torch.full((len(x),), t, dtype=torch.float64),
+            marks=None if marks is None else marks.repeat_interleave(count, 0),
+            route=(lambda d, logits: gates[d]) if self.blocks else None,
+        )
+        log_rho = [torch.log_softmax(logits, -1) for logits in out.route_logits]
+        log_route = torch.zeros(len(x), dtype=torch.float64)
+        for d in range(self.blocks):
+            log_route = log_route + log_rho[d].gather(-1, z[:, d, :, None]).sum((1, 2))
+        allowed = torch.log_softmax(out.logits[..., self.symbols], -1)
+        log_token = torch.full(out.logits.shape, -math.inf, dtype=torch.float64)
+        log_token = log_token.index_copy(-1, torch.tensor(self.symbols), allowed)
+        shape = (batch, count, self.length, -1)
+        return log_route.view(batch, count), log_token.view(shape), [block.view(shape) for block in log_rho]
+
+    def component(self, t: float, alpha_s: float, alpha_t: float) -> tuple[Tensor, Tensor]:
+        """log p(z | xt) (S, R) and p(x_s | x_t, z) (S, R, S) for all pairs of states."""
+        log_route, log_token, _ = self.read(self.states, t)
+        reveal = (alpha_s - alpha_t) / (1 - alpha_t)
+        move = torch.zeros_like(log_token)  # p(x_s^l | x_t, z)
+        for s, state in enumerate(self.states.tolist()):
+            for position, symbol in enumerate(state):
+                if symbol == self.mask_id:
+                    move[s, :, position] = reveal * log_token[s, :, position].exp()
+                    move[s, :, position, self.mask_id] = 1 - reveal
+                else:
+                    move[s, :, position, symbol] = 1.0
+        joint = torch.ones(len(self.states), len(self.routes), len(self.states), dtype=torch.float64)
+        for position in range(self.length):
+            joint = joint * move[:, :, position, self.states[:, position]]
+        return log_route, joint
+
+    def step(self, t: float, alpha_s: float, alpha_t: float) -> Tensor:
+        """p(x_s | x_t) = sum over z of p(z | x_t) p(x_s | x_t, z), a matrix (x_t, x_s) over all states (Eq. 5)."""
+        log_route, joint = self.component(t, alpha_s, alpha_t)
+        return torch.einsum("tr,trs->ts", log_route.exp(), joint)
+
+    def alpha(self, t: float) -> float:
+        """The schedule, at the ends of the grid exactly 1 and as it says."""
+        return 1.0 if t == 0 else float(self.method.config.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
+
+    @torch.no_grad()
+    def law(self, steps: int, start: list[int] | None = None) -> Tensor:
+        """Law over all states after the T-step chain from `start` (all masks if not given) (Algo. 2)."""
+        law = torch.zeros(len(self.states), dtype=torch.float64)
+        law[self.index(torch.tensor(start or [self.mask_id] * self.length))] = 1
+        for i in range(steps, 0, -1):
+            law = law @ self.step(single(i / steps), self.alpha((i - 1) / steps), self.alpha(i / steps))
+        return law
+
+    def nll(self, steps: int) -> Tensor:
+        """-log p(x0) of the T-step chain, for each clean row."""
+        return -self.law(steps)[self.index(self.clean)].log()
+
+    def terms(self, t: float) -> Terms:
+        """Everything an objective needs at time t, with gradients."""
+        clean, pattern = len(self.clean), len(self.patterns)
+        alpha = self.alpha(t)
+        masked = self.patterns.sum(-1)
+        prob = torch.tensor([(1 - alpha) ** int(m) * alpha ** int(self.length - m) for m in masked]).double()
+        xt = torch.where(self.patterns, self.mask_id, self.clean[:, None])  # (C, X, L)
+        log_route, log_token, prior = self.read(self.states, t)
+        where = self.index(xt)
+        if getattr(self.method.config, "mask_aware", False):
+            rows = self.clean.repeat_interleave(pattern, 0)
+            log_q, _, post = self.read(rows, t, self.patterns.repeat(clean, 1))
+            log_q, post = log_q.view(clean, pattern, -1), [p.unflatten(0, (clean, pattern)) for p in post]
+        else:
+            log_q, _, post = self.read(self.clean, t)
+            log_q, post = log_q[:, None].expand(-1, pattern, -1), [p[:, None] for p in post]
+        chosen = self.clean[:, None, None, :, None].expand(clean, pattern, len(self.routes), self.length, 1)
+        log_x0 = log_token[where].gather(-1, chosen).squeeze(-1)  # (C, X, R, L)
+        path_kl = torch.zeros_like(log_q)
+        for q, p in zip(post, prior, strict=True):
+            path_kl = path_kl + (q.exp() * (q - p[where])).sum((-2, -1))
+        nll = -(log_x0 * self.patterns[None, :, None]).sum(-1)
+        return Terms(prob.expand(clean, -1), log_q, log_route[where], nll, path_kl)
+
+    def bound(self, steps: int) -> Tensor:
+        """The bound of Prop. 3.1 on -log p(x0) of the T-step chain, for each clean row (Eq. 6, 37)."""
+        total = torch.zeros(len(self.clean), dtype=torch.float64)
+        for i in range(1, steps + 1):
+            alpha_s, alpha_t = self.alpha((i - 1) / steps), self.alpha(i / steps)
+            terms = self.terms(single(i / steps))
+            # q(xt | x0) belongs to the grid's time, not to its single-precision copy.
+            assert abs(self.alpha(single(i / steps)) - alpha_t) < 1e-7
+            exact = Terms(self._pattern_law(alpha_t), terms.log_q, terms.log_p, terms.nll, terms.path_kl)
+            total = total + (alpha_s - alpha_t) / (1 - alpha_t) * exact.recon() + exact.kl()
+        return total
+
+    def _pattern_law(self, alpha: float) -> Tensor:
+        each = torch.where(self.patterns, 1 - alpha, alpha).double().prod(-1)
+        return each.expand(len(self.clean), -1)
+
+
+def chi_square(counts: Tensor, probs: Tensor) -> float:
+    """p-value of the counts under a law; cells with fewer than 5 expected are merged, impossible ones must be empty."""
+    counts, probs = counts.double().flatten(), probs.double().flatten()
+    assert counts[probs == 0].sum() == 0, "an impossible outcome was drawn"
+    order = probs[probs > 0].argsort(descending=True)
+    seen, expected = counts[probs > 0][order], probs[probs > 0][order] / probs.sum() * counts.sum()
+    cut = int((expected >= 5).sum())
+    while cut > 1 and 0 < expected[cut:].sum() < 5:
+        cut -= 1
+    if cut < len(expected):
+        seen = torch.cat([seen[:cut], seen[cut:].sum(0, keepdim=True)])
+        expected = torch.cat([expected[:cut], expected[cut:].sum(0, keepdim=True)])
+    assert len(expected) > 1 and expected.min() >= 5, "too few draws for a chi-square test"
+    return float(stats.chi2.sf(((seen - expected) ** 2 / expected).sum().item(), len(expected) - 1))
+
+
+def product_of_marginals(law: Tensor, size: int, length: int) -> Tensor:
+    """The factorised law with the same marginals, over the same states."""
+    table = law.view([size] * length)
+    product = torch.ones_like(table)
+    for position in range(length):
+        others = [p for p in range(length) if p != position]
+        marginal = table.sum(others) if others else table
+        product = product * marginal.view([-1 if p == position else 1 for p in range(length)])
+    return product.flatten()
