@@ -74,7 +74,8 @@ class Enumeration:
         self.patterns = all_rows([0, 1], space.length).bool()
         self.blocks = method.backbone.routed_blocks
         experts = method.config.experts if self.blocks else 1
-        self.routes = all_rows(range(experts), self.blocks * space.length).view(-1, self.blocks, space.length)
+        grid = all_rows(range(experts), self.blocks * space.length)
+        self.routes = grid.view(len(grid), self.blocks, space.length)
 
     def index(self, rows: Tensor) -> Tensor:
         """Number of each row in `states`."""
@@ -147,45 +148,39 @@ class Enumeration:
         """-log p(x0) of the T-step chain, for each clean row."""
         return -self.law(steps)[self.index(self.clean)].log()
 
-    def terms(self, t: float) -> Terms:
-        """Everything an objective needs at time t, with gradients."""
-        clean, pattern = len(self.clean), len(self.patterns)
-        alpha = self.alpha(t)
-        masked = self.patterns.sum(-1)
-        prob = torch.tensor([(1 - alpha) ** int(m) * alpha ** int(self.length - m) for m in masked]).double()
-        xt = torch.where(self.patterns, self.mask_id, self.clean[:, None])  # (C, X, L)
-        log_route, log_token, prior = self.read(self.states, t)
-        where = self.index(xt)
+    def terms(self, t: float, alpha: float | None = None) -> Terms:
+        """Everything an objective needs at time t, with gradients; alpha is the schedule's unless given."""
+        alpha = self.alpha(t) if alpha is None else alpha
+        flags = self.patterns.double()
+        prob = (flags * (1 - alpha) + (1 - flags) * alpha).prod(-1)
+        patterns, prob = self.patterns[prob > 0], prob[prob > 0]
+        clean, count = len(self.clean), len(patterns)
+        xt = torch.where(patterns, self.mask_id, self.clean[:, None])  # (C, X, L)
+        rows, where = xt.flatten(0, 1).unique(dim=0, return_inverse=True)
+        where = where.view(clean, count)
+        log_p, log_token, prior = self.read(rows, t)
         if getattr(self.method.config, "mask_aware", False):
-            rows = self.clean.repeat_interleave(pattern, 0)
-            log_q, _, post = self.read(rows, t, self.patterns.repeat(clean, 1))
-            log_q, post = log_q.view(clean, pattern, -1), [p.unflatten(0, (clean, pattern)) for p in post]
+            log_q, _, post = self.read(self.clean.repeat_interleave(count, 0), t, patterns.repeat(clean, 1))
+            log_q, post = log_q.view(clean, count, -1), [q.unflatten(0, (clean, count)) for q in post]
         else:
             log_q, _, post = self.read(self.clean, t)
-            log_q, post = log_q[:, None].expand(-1, pattern, -1), [p[:, None] for p in post]
-        chosen = self.clean[:, None, None, :, None].expand(clean, pattern, len(self.routes), self.length, 1)
+            log_q, post = log_q[:, None].expand(-1, count, -1), [q[:, None] for q in post]
+        chosen = self.clean[:, None, None, :, None].expand(clean, count, len(self.routes), self.length, 1)
         log_x0 = log_token[where].gather(-1, chosen).squeeze(-1)  # (C, X, R, L)
         path_kl = torch.zeros_like(log_q)
         for q, p in zip(post, prior, strict=True):
             path_kl = path_kl + (q.exp() * (q - p[where])).sum((-2, -1))
-        nll = -(log_x0 * self.patterns[None, :, None]).sum(-1)
-        return Terms(prob.expand(clean, -1), log_q, log_route[where], nll, path_kl)
+        nll = -(log_x0 * patterns[None, :, None]).sum(-1)
+        return Terms(prob.expand(clean, -1), log_q, log_p[where], nll, path_kl)
 
     def bound(self, steps: int) -> Tensor:
         """The bound of Prop. 3.1 on -log p(x0) of the T-step chain, for each clean row (Eq. 6, 37)."""
         total = torch.zeros(len(self.clean), dtype=torch.float64)
         for i in range(1, steps + 1):
             alpha_s, alpha_t = self.alpha((i - 1) / steps), self.alpha(i / steps)
-            terms = self.terms(single(i / steps))
-            # q(xt | x0) belongs to the grid's time, not to its single-precision copy.
-            assert abs(self.alpha(single(i / steps)) - alpha_t) < 1e-7
-            exact = Terms(self._pattern_law(alpha_t), terms.log_q, terms.log_p, terms.nll, terms.path_kl)
-            total = total + (alpha_s - alpha_t) / (1 - alpha_t) * exact.recon() + exact.kl()
+            terms = self.terms(single(i / steps), alpha_t)
+            total = total + (alpha_s - alpha_t) / (1 - alpha_t) * terms.recon() + terms.kl()
         return total
-
-    def _pattern_law(self, alpha: float) -> Tensor:
-        each = torch.where(self.patterns, 1 - alpha, alpha).double().prod(-1)
-        return each.expand(len(self.clean), -1)
 
 
 def chi_square(counts: Tensor, probs: Tensor) -> float:

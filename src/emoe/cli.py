@@ -7,10 +7,11 @@ Exit codes: 0 done, 2 bad configuration or arguments, 3 bad data, 4 numeric fail
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,17 +45,53 @@ first steps:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line and exit with 2."""
+    """argparse without abbreviations, whose errors are one line with a suggestion and exit with 2."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments; one that is not known is refused."""
+        found, unknown = self.parse_known_args(args, namespace)
+        self.refuse(unknown)
+        return found
+
+    def refuse(self, unknown: Sequence[str], fields: Sequence[str] = ()) -> None:
+        """Exit if there are unknown arguments; `fields` are names of settings one of them may have meant."""
+        from emoe.config import field_hint
+
+        for word in unknown[:1]:
+            name = word.partition("=")[0]
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            known = field_hint(name.lstrip("-"), [*(flag[2:] for flag in flags), *fields])
+            self.error(f"unknown argument {name!r}{known if name.startswith('--') else ''}")
 
     def error(self, message: str) -> NoReturn:
         """Print the error and where help is."""
-        print(f"{self.prog}: {message}\n(see {self.prog} --help)", file=sys.stderr)
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a plus-minus sign must not end a run on an old terminal
+    try:
+        try:
+            code = _main(words)
+        except SystemExit as end:  # argparse, after --help or an error
+            code = int(end.code or 0)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of a pipe went away (`emoe list | head`): not an error, but the interpreter's own flush would be.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         print(TOP_HELP.format(commands="\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())))
@@ -73,25 +110,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(command: str, words: list[str]) -> int:
-    """Run a command; what a user can mend is one message and an exit code, everything else a traceback."""
-    from emoe.config import ConfigError
-
+    """Run a command; what a user can mend is a line per problem and an exit code, everything else a traceback."""
     try:
         from emoe import commands
 
         run: Callable[[list[str]], int] = getattr(commands, f"cmd_{command}")
         return run(words)
-    except ConfigError as error:
-        for line in error.problems:
-            print(f"emoe {command}: {line}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
-        # The reader of a pipe went away (`emoe list | head`): not an error, but the interpreter's own flush would be.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        code = getattr(error, "exit_code", None)
-        if code is None:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        told = _explain(error)
+        if told is None:
             raise
-        print(f"emoe {command}: {error}", file=sys.stderr)
-        return int(code)
+        message, code = told
+    for line in message.splitlines():
+        print(f"emoe {command}: {line}", file=sys.stderr)
+    return code
+
+
+def _explain(error: BaseException) -> tuple[str, int] | None:
+    """Message and exit code of an error that a user can mend; None for all others."""
+    from emoe.config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return str(error), 2
+    if hasattr(error, "exit_code"):
+        return str(error), int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", 130
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}; give a path that exists and is writable, or free space", 5
+    # torch has no type of its own for memory that a CPU lacks.
+    if type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in str(error):
+        return "out of memory; lower train.batch or eval.batch, or the sizes of the network", 4
+    return None

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emoe.cli import Parser
 from emoe.config import Config, ConfigError, allowed_range, hint, override, paths, to_dict, type_name
+
+if TYPE_CHECKING:
+    from emoe.evaluation.results import Results
+
+FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
+LARGEST_SEED = 2**63 - 1
 
 
 def split_settings(words: list[str], bare_fields: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
@@ -24,11 +32,11 @@ def split_settings(words: list[str], bare_fields: tuple[str, ...] = ()) -> tuple
         name, equals, value = word.partition("=")
         bare = name.removeprefix("--")
         flag = word.startswith("--") and ("." in bare or bare in bare_fields)
-        if not flag and not (equals and "." in name and not word.startswith("-")):
+        if not flag and not (equals and re.fullmatch(r"\w[\w-]*(\.[\w-]+)+", name)):  # a path is no field
             rest.append(word)
             continue
         if not equals:
-            if not queue:
+            if not queue or queue[0].startswith("--"):
                 raise ConfigError([f"{bare}: a value is missing; write --{bare} VALUE"])
             value = queue.pop(0)
         settings[bare] = value
@@ -39,9 +47,15 @@ def print_fields(config: Config) -> None:
     """Every field of an experiment: flag, value, type, range, meaning."""
     for path, annotation, field, value in paths(config):
         allowed = allowed_range(field.metadata)
-        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        print(f"  --{path.replace('_', '-')} {shown}")
+        print(f"  --{path.replace('_', '-')} {as_typed(value)}")
         print(f"        {field.metadata.get('doc', '')} [{type_name(annotation)}{', ' + allowed if allowed else ''}]")
+
+
+def as_typed(value: object) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(as_typed, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else shlex.quote(str(value))
 
 
 def cmd_list(words: list[str]) -> int:
@@ -72,7 +86,7 @@ def cmd_list(words: list[str]) -> int:
 def cmd_train(words: list[str]) -> int:
     """Train a recipe."""
     wants_fields = len(words) > 1 and not words[0].startswith("-") and ("--help" in words or "-h" in words)
-    rest, settings = split_settings(words, ("seed", "domain", "backbone", "method"))
+    rest, settings = split_settings(words, FIELDS)
     parser = Parser(
         prog="emoe train",
         description="Train a recipe. Any field may follow as --field value; "
@@ -86,10 +100,12 @@ def cmd_train(words: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events into the run folder")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    args = parser.parse_args([word for word in rest if not (wants_fields and word in ("-h", "--help"))])
+    args, unknown = parser.parse_known_args([word for word in rest if not (wants_fields and word in ("-h", "--help"))])
     from emoe.recipes import get_recipe
 
-    experiment = override(get_recipe(args.recipe), settings)
+    recipe = get_recipe(args.recipe)
+    parser.refuse(unknown, [path.replace("_", "-") for path, *_ in paths(recipe)])
+    experiment = override(recipe, settings)
     if wants_fields:
         parser.print_help()
         print(f"\nfields of {args.recipe} and their values:")
@@ -119,10 +135,18 @@ def parse_numbers(name: str, text: str, *, low: int = 1, high: int = 10_000) -> 
     try:
         values = tuple(int(part) for part in str(text).split(","))
     except ValueError:
-        raise ConfigError([f"{name}: expected whole numbers such as 1,2,4, got {text!r}"]) from None
+        raise ConfigError([f"{name}: expected whole numbers >= {low} and <= {high}, got {text!r}"]) from None
     if min(values) < low or max(values) > high:
         raise ConfigError([f"{name}: must be >= {low} and <= {high}, got {text}"])
     return values
+
+
+def parse_number(name: str, text: str, *, low: int = 1, high: int = 10_000) -> int:
+    """One whole number in a range."""
+    values = parse_numbers(name, text, low=low, high=high)
+    if len(values) > 1:
+        raise ConfigError([f"{name}: expected one whole number >= {low} and <= {high}, got {text!r}"])
+    return values[0]
 
 
 def cmd_sample(words: list[str]) -> int:
@@ -135,27 +159,31 @@ def cmd_sample(words: list[str]) -> int:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--n", default="10", help="number of rows (default 10)")
     parser.add_argument("--nfe", default="1", help="network calls (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--seed", default="0", help="seed of the draw (default 0)")
     parser.add_argument("--out", help="write an .npy file instead of printing")
     parser.add_argument("--picture", help="also draw the samples into this .png beside the real data")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(rest)
-    (count,) = parse_numbers("n", args.n, high=10_000_000)
-    (steps,) = parse_numbers("nfe", args.nfe)
+    count = parse_number("n", args.n, high=10_000_000)
+    steps = parse_number("nfe", args.nfe)
+    seed = parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
     from emoe.evaluation.pools import draw_pool
     from emoe.runs import load_run
 
     run = load_run(args.run, device=args.device, settings=settings)
-    pool = draw_pool(run.method, count, steps, args.seed, batch=run.experiment.eval.batch)
+    pool = draw_pool(run.method, count, steps, seed, batch=run.experiment.eval.batch)
     if args.picture:
-        fresh = run.domain.fresh(max(count, 1000), args.seed)
+        fresh = run.domain.fresh(max(count, 1000), seed)
         run.domain.picture({"real data": fresh, f"NFE {pool.nfe}": pool.samples}, Path(args.picture))
     if args.out:
         import numpy as np
 
-        np.save(args.out, pool.samples.numpy())
-        print(f"{args.out}: {count} rows, NFE {pool.nfe}", file=sys.stderr)
+        out = args.out if args.out.endswith(".npy") else f"{args.out}.npy"
+        np.save(out, pool.samples.numpy())
+        print(f"{out}: {count} rows, NFE {pool.nfe}", file=sys.stderr)
+        if args.json:
+            print(json.dumps({"nfe": pool.nfe, "out": out}))
     elif args.json:
         print(json.dumps({"nfe": pool.nfe, "samples": pool.samples.tolist()}))
     else:
@@ -171,13 +199,14 @@ def cmd_eval(words: list[str]) -> int:
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--nfe", help="numbers of network calls, such as 1,2,4; default: the recipe's")
     parser.add_argument("--samples", help="rows for each NFE; default: the recipe's")
-    parser.add_argument("--seed", type=int, help="seed of the draws; default: the run's")
+    parser.add_argument("--seed", help="seed of the draws; default: the run's")
     parser.add_argument("--results", help="also merge the rows into this results file")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args(rest)
     nfe = None if args.nfe is None else parse_numbers("nfe", args.nfe)
-    samples = None if args.samples is None else parse_numbers("samples", args.samples, low=2, high=10_000_000)[0]
+    samples = None if args.samples is None else parse_number("samples", args.samples, low=2, high=10_000_000)
+    seed = None if args.seed is None else parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
     from emoe.evaluation.evaluate import evaluate
     from emoe.evaluation.grid import metric_grid
     from emoe.evaluation.results import Results, RunInfo, describe_machine, record
@@ -188,22 +217,34 @@ def cmd_eval(words: list[str]) -> int:
     for folder in args.runs:
         began = time.monotonic()
         run = load_run(folder, device=args.device, settings=settings)
-        rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=args.seed)
+        files = [run.path / "eval.json", *([Path(args.results)] if args.results else [])]
+        for file in files:
+            read_results(file)  # a file that cannot be merged into is better found before the work than after
+        rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
         info = RunInfo(
             command=command_line("eval", words),
             wall_s=round(time.monotonic() - began, 1),
             **describe_machine(next(run.method.parameters()).device),
         )
         results.add(info, rows)
-        record(run.path / "eval.json", info, rows)
-        if args.results:
-            record(args.results, info, rows)
+        for file in files:
+            record(file, info, rows)
     if args.json:
         print(json.dumps([vars(row) for row in results.rows], indent=1))
     else:
         for task, metric in dict.fromkeys((row.task, row.metric) for row in results.rows):
             print_grid(metric_grid(results, task, metric))
     return 0
+
+
+def read_results(path: Path) -> Results:
+    """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
+    from emoe.evaluation.results import Results, ResultsError
+
+    try:
+        return Results.load(path) if path.exists() else Results()
+    except ResultsError as error:
+        raise ConfigError(str(error).splitlines()) from None
 
 
 def command_line(command: str, words: list[str]) -> str:
@@ -242,15 +283,17 @@ def cmd_report(words: list[str]) -> int:
     parser.add_argument("--run", action="append", default=[], help="a run folder whose curves are shown; may repeat")
     parser.add_argument("--title", default="E-MoE results", help="heading")
     args = parser.parse_args(words)
-    from emoe.evaluation.results import Results
+    source = Path(args.results)
+    pictures, runs = [Path(picture) for picture in args.picture], [Path(run) for run in args.run]
+    problems = [f"results: {source} does not exist; make it with: emoe reproduce toy"] * (not source.exists())
+    problems += [f"picture: {picture} does not exist" for picture in pictures if not picture.is_file()]
+    problems += [f"run: {run} is no run folder" for run in runs if not (run / "experiment.json").exists()]
+    if problems:
+        raise ConfigError(problems)
+    results = read_results(source)
     from emoe.studies.demo import write_toy_report
 
-    source = Path(args.results)
-    if not source.exists():
-        raise ConfigError([f"results: {source} does not exist; make it with: emoe reproduce toy"])
     out = Path(args.out) if args.out else source.with_suffix(".html")
-    write_toy_report(
-        out, args.title, Results.load(source), [Path(p) for p in args.picture], [Path(p) for p in args.run]
-    )
+    write_toy_report(out, args.title, results, pictures, runs)
     print(out)
     return 0

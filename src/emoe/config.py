@@ -7,6 +7,7 @@ or a saved JSON file can say about an experiment passes through `from_dict` or `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -14,6 +15,7 @@ import json
 import math
 import pkgutil
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -21,6 +23,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 C = TypeVar("C", bound="Config")
+_short = reprlib.Repr()  # values inside messages: one line, however long the value is
+_short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 class ConfigError(ValueError):
@@ -64,7 +68,7 @@ def allowed_range(metadata: Mapping[str, Any]) -> str:
 def _out_of_range(value: float, metadata: Mapping[str, Any]) -> bool:
     low, above, high = (metadata.get(key) for key in ("low", "above", "high"))
     return (
-        not math.isfinite(value)
+        not -math.inf < value < math.inf  # also right for whole numbers that no float can hold
         or (low is not None and value < low)
         or (above is not None and value <= above)
         or (high is not None and value > high)
@@ -81,7 +85,7 @@ class Config:
             for value in _numbers(getattr(self, field.name)):
                 if _out_of_range(value, field.metadata):
                     allowed = allowed_range(field.metadata) or "a finite number"
-                    problems.append(f"{field.name}: must be {allowed}, got {value:g}")
+                    problems.append(f"{field.name}: must be {allowed}, got {_short.repr(value)}")
                     break
         if not problems:
             problems.extend(self.conflicts())
@@ -98,7 +102,7 @@ def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, bool) or value is None:
         return
     if isinstance(value, int | float):
-        yield float(value)
+        yield value
     elif isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)
@@ -146,8 +150,11 @@ class Family(Config):
         return sorted(found)
 
     @classmethod
-    def resolve(cls, kind: str) -> type[Family]:
+    def resolve(cls, kind: object) -> type[Family]:
         """The class of a kind; imports the module of that name when it is needed."""
+        if not isinstance(kind, str) or not kind:
+            fault = f"expected text, got {_short.repr(kind)}" if kind else "missing"
+            raise ConfigError([f"kind: {fault}; allowed: {', '.join(cls.known_kinds())}"])
         if kind not in cls.members and cls.package and kind in cls.known_kinds():
             importlib.import_module(f"{cls.package}.{kind}")
         if kind not in cls.members:
@@ -159,6 +166,22 @@ def hint(word: str, candidates: list[str]) -> str:
     """`; did you mean 'x'?` when something is close, otherwise the list of what is allowed."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(sorted(candidates))}"
+
+
+def field_hint(name: str, fields: list[str]) -> str:
+    """`hint` for a dotted field: the same last word elsewhere, something close in its group, something close."""
+    group, _, last = name.rpartition(".")
+    same = [field for field in fields if field.rpartition(".")[2] == last]
+    siblings = {field.rpartition(".")[2]: field for field in fields if group and field.rpartition(".")[0] == group}
+    if same:
+        close = difflib.get_close_matches(name, same, n=1, cutoff=0)
+    elif siblings:
+        close = [siblings[word] for word in difflib.get_close_matches(last, siblings, n=1)]
+    else:
+        close = difflib.get_close_matches(name, fields, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; allowed: {', '.join(sorted(siblings.values() or {field.partition('.')[0] for field in fields}))}"
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -188,19 +211,16 @@ def from_dict(cls: type[C], data: Any, path: str = "") -> C:
     where = f"{path}: " if path else ""
     prefix = f"{path}." if path else ""
     if not isinstance(data, Mapping):
-        raise ConfigError([f"{where}expected the fields of {cls.__name__}, got {data!r}"])
+        raise ConfigError([f"{where}expected the fields of {cls.__name__}, got {_short.repr(data)}"])
     data = dict(data)
     if issubclass(cls, Family):
-        kind = data.pop("kind", cls.kind)
-        if not isinstance(kind, str) or not kind:
-            raise ConfigError([f"{prefix}kind: missing; allowed: {', '.join(cls.known_kinds())}"])
         try:
-            cls = cls.resolve(kind)  # type: ignore[assignment]
+            cls = cls.resolve(data.pop("kind", cls.kind))  # type: ignore[assignment]
         except ConfigError as error:
             raise ConfigError([prefix + line for line in error.problems]) from None
     hints = field_types(cls)
     problems = [
-        f"{prefix}{name}: unknown field of {cls.__name__}{hint(name, list(hints))}"
+        f"{prefix}{name}: unknown field of {cls.__name__}{hint(str(name), list(hints))}"
         for name in data
         if name not in hints
     ]
@@ -208,7 +228,8 @@ def from_dict(cls: type[C], data: Any, path: str = "") -> C:
     for field in dataclasses.fields(cls):
         if field.name in data:
             try:
-                values[field.name] = _convert(hints[field.name], data[field.name], f"{prefix}{field.name}")
+                allowed = allowed_range(field.metadata)
+                values[field.name] = _convert(hints[field.name], data[field.name], f"{prefix}{field.name}", allowed)
             except ConfigError as error:
                 problems.extend(error.problems)
         elif field.default is MISSING and field.default_factory is MISSING:
@@ -244,8 +265,11 @@ def type_name(annotation: Any) -> str:
     return " or ".join(names)
 
 
-def _convert(annotation: Any, value: Any, path: str) -> Any:
-    """Check `value` (already a JSON value) against an annotation and return it in the annotated type."""
+def _convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
+    """Check `value` (already a JSON value) against an annotation and return it in the annotated type.
+
+    The range `allowed` is not checked here; it is what an error about the type says besides.
+    """
     for kind in _alternatives(annotation):
         if kind is type(None):
             if value is None:
@@ -254,24 +278,32 @@ def _convert(annotation: Any, value: Any, path: str) -> Any:
             if value in get_args(kind):
                 return value
             if len(_alternatives(annotation)) == 1:
-                raise ConfigError([f"{path}: got {value!r}{hint(str(value), [str(c) for c in get_args(kind)])}"])
+                known = hint(str(value), [str(choice) for choice in get_args(kind)])
+                raise ConfigError([f"{path}: got {_short.repr(value)}{known}"])
         elif get_origin(kind) is tuple:
             if isinstance(value, list | tuple):
-                return tuple(_convert(get_args(kind)[0], item, path) for item in value)
+                return tuple(_convert(get_args(kind)[0], item, path, allowed) for item in value)
         elif isinstance(kind, type) and issubclass(kind, Config):
             if isinstance(value, kind):
                 return value
             if isinstance(value, int | float) and not isinstance(value, bool) and issubclass(kind, Family):
-                built = kind.from_number(value)
+                try:
+                    built = kind.from_number(float(value))
+                except OverflowError:
+                    built = None
+                except ConfigError as error:
+                    raise ConfigError([f"{path}.{line}" for line in error.problems]) from None
                 if built is not None:
                     return built
             return from_dict(kind, value, path)
         elif kind is float:
             if isinstance(value, int | float) and not isinstance(value, bool):
-                return float(value)
+                with contextlib.suppress(OverflowError):
+                    return float(value)
         elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
             return value
-    raise ConfigError([f"{path}: expected {type_name(annotation)}, got {value!r}"])
+    expected = f"{type_name(annotation)} {allowed}".rstrip()
+    raise ConfigError([f"{path}: expected {expected}, got {_short.repr(value)}"])
 
 
 def _parse(annotation: Any, text: str) -> Any:
@@ -283,18 +315,17 @@ def _parse(annotation: Any, text: str) -> Any:
             return text.lower() in ("true", "yes", "on")
         if get_origin(kind) is tuple:
             return [_parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
-        if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
-            return int(text)
+        if kind is int:
+            with contextlib.suppress(ValueError):
+                return int(text)
         if kind is float or (isinstance(kind, type) and issubclass(kind, Family) and kind.from_number(0.0) is not None):
-            try:
+            with contextlib.suppress(ValueError):
                 return float(text)
-            except ValueError:
-                pass
         if isinstance(kind, type) and issubclass(kind, Config):
             if text.lstrip().startswith("{"):
                 try:
                     return json.loads(text)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError([f"not valid JSON ({error})"]) from None
             return {"kind": text}
     return text
@@ -306,9 +337,9 @@ def paths(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclas
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         path = prefix + field.name
-        if isinstance(value, Config) and dataclasses.fields(value):
-            if isinstance(value, Family):
-                yield path, hints[field.name], field, value.kind
+        if isinstance(value, Family):
+            yield path, hints[field.name], field, value.kind
+        if isinstance(value, Config):
             yield from paths(value, path + ".")
         else:
             yield path, hints[field.name], field, value
@@ -320,18 +351,17 @@ def override(config: C, settings: Mapping[str, str]) -> C:
     A family is switched by its name (`{"method": "vadd"}`), which resets its fields to that kind's defaults.
     """
     tree = to_dict(config)
-    known = [path for path, *_ in paths(config)]
     problems = []
-    for name, text in sorted(settings.items(), key=lambda item: item[0].count(".")):
-        path = name.replace("-", "_")
+    # A kind comes before the fields it resets, whatever the order on the command line.
+    for name in sorted(settings, key=lambda name: name.removesuffix(".kind").count(".")):
+        text, path = settings[name], name.replace("-", "_")
         try:
             _put(tree, type(config), path.split("."), text)
         except KeyError:
-            tails = [known_path for known_path in known if known_path.split(".")[-1] == path.split(".")[-1]]
-            flags = [candidate.replace("_", "-") for candidate in (tails or known)]
-            problems.append(
-                f"{name}: no such field{hint(name, flags) if not tails else f'; did you mean {flags[0]!r}?'}"
-            )
+            with contextlib.suppress(ConfigError):  # of the kinds chosen so far, where they can be built
+                config = from_dict(type(config), tree)
+            fields = [known.replace("_", "-") for known, *_ in paths(config)]
+            problems.append(f"{name}: no such field{field_hint(name.replace('_', '-'), fields)}")
         except ConfigError as error:
             problems.extend(f"{path}: {line}" for line in error.problems)
     if problems:

@@ -14,6 +14,7 @@ import torch
 from emoe.backbones.base import BackboneConfig
 from emoe.config import Config, ConfigError, from_dict, option, to_dict
 from emoe.domains.base import DomainConfig
+from emoe.engine.durable import replace_file
 from emoe.engine.optim import OptimConfig
 from emoe.engine.trainer import TrainConfig
 from emoe.methods.base import Method, MethodConfig
@@ -33,6 +34,11 @@ class EvalConfig(Config):
     samples: int = option(20_000, doc="rows drawn for each NFE", low=2)
     batch: int = option(5_000, doc="rows drawn at a time", low=1)
 
+    def conflicts(self) -> Iterator[str]:
+        """There must be something to measure."""
+        if not self.nfe:
+            yield "nfe: must hold at least one number, such as 1,2,4"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Config):
@@ -49,7 +55,8 @@ class Experiment(Config):
 
     def conflicts(self) -> Iterator[str]:
         """The backbone must have what the method wants."""
-        yield from self.backbone.refusals(self.method.wants())
+        for line in self.backbone.refusals(self.method.wants()):
+            yield f"{line} (method: {self.method.kind!r})"
 
     def build_method(self, space: TokenSpace) -> Method:
         """The method with freshly initialised networks; the same for the same seed, whatever was drawn before."""
@@ -58,20 +65,25 @@ class Experiment(Config):
             return self.method.build(space, self.backbone)
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps({"schema": SCHEMA, **to_dict(self)}, indent=1) + "\n")
+        """Write as JSON, whole or not at all."""
+        replace_file(path, (json.dumps({"schema": SCHEMA, **to_dict(self)}, indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Experiment:
         """Read what `save` wrote; strict."""
         try:
-            data: dict[str, Any] = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            data = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
             raise ConfigError([f"{path}: not readable as JSON ({error})"]) from None
+        if not isinstance(data, dict):
+            raise ConfigError([f"{path}: does not hold an experiment"])
         schema = data.pop("schema", None)
         if schema != SCHEMA:
             raise ConfigError([f"{path}: schema {schema!r} is not known to this version (it reads {SCHEMA})"])
-        return from_dict(cls, data)
+        try:
+            return from_dict(cls, data)
+        except ConfigError as error:
+            raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
 
 
 def differences(old: Config, new: Config) -> list[str]:

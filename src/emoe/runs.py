@@ -6,6 +6,7 @@ A run folder holds `experiment.json`, `metrics.jsonl` and `checkpoints/`; the ex
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from emoe.config import ConfigError, override
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
+from emoe.engine.lock import RunLock
+from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
 from emoe.engine.trainer import FitResult, fit
 from emoe.experiment import Experiment, differences
@@ -25,7 +28,15 @@ from emoe.rng import Rng, derive_seed
 
 Weights = Literal["auto", "ema", "model"]
 # A resumed run may change these without changing what it computes.
-ELASTIC = ("train.log_every", "train.save_every", "train.keep", "train.cuda_graph")
+ELASTIC = (
+    "train.log_every",
+    "train.save_every",
+    "train.keep",
+    "train.cuda_graph",
+    "eval.nfe",
+    "eval.samples",
+    "eval.batch",
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +58,19 @@ class Run:
 
 def pick_device(name: str = "auto") -> torch.device:
     """`auto` is a GPU if there is one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError([f"device: {name!r} was asked for, but torch sees no GPU; allowed here: cpu"])
+        name = "cuda" if gpus else "cpu"
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        raise ConfigError([f"device: {name!r} is not known; allowed: auto, cpu, cuda, cuda:N"]) from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError([f"device: {name!r} is not known; allowed: auto, cpu, cuda, cuda:N"])
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
+        raise ConfigError([f"device: {name!r} was asked for, but torch sees {gpus or 'no'} GPU; allowed here: {here}"])
+    return device
 
 
 def train(
@@ -67,11 +83,13 @@ def train(
     quiet: bool = False,
     tensorboard: bool = False,
     stop: StopSignal | None = None,
+    progress: Progress | None = None,
 ) -> Run:
     """Train a recipe (with fields overridden by `settings`) into `run_dir`.
 
     `resume=True` continues from the newest checkpoint, or starts if there is none; the experiment must be the one
-    the folder was started with. `stop` is for callers that watch for signals themselves.
+    the folder was started with. `stop` and `progress` are for callers that watch for signals, or
+    show progress, over several runs.
     """
     path = Path(run_dir)
     experiment = get_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -79,7 +97,9 @@ def train(
     where = pick_device(device)
     domain = experiment.domain.build(experiment.seed)
     method = experiment.build_method(domain.space).to(where)
-    _claim(path, experiment, resume)
+    data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
+    with RunLock(path):
+        _claim(path, experiment, resume, data)
     result = fit(
         method,
         domain.batches(experiment.train.batch, experiment.seed, device=where),
@@ -93,19 +113,22 @@ def train(
         quiet=quiet,
         tensorboard=tensorboard,
         stop=stop,
-        meta={"experiment": experiment.name, "rows": len(domain.rows)},
+        progress=progress,
+        meta={"experiment": experiment.name, "rows": len(domain.rows), "data": data},
     )
     opened = load_run(path, device=str(where), domain=domain)
     return dataclasses.replace(opened, result=result)
 
 
-def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
-    """Write the experiment into a new folder, or check that a folder to resume holds the same one."""
+def _claim(path: Path, experiment: Experiment, resume: bool, data: str) -> None:
+    """Write the experiment into a new folder, or check that a folder to resume holds the same one and its data."""
     saved = path / "experiment.json"
-    has_checkpoint = checkpoint.latest(path / "checkpoints") is not None
-    if has_checkpoint and not resume:
+    used = any((path / "checkpoints").glob("step-*"))  # damaged ones count: nothing is overwritten unasked
+    if used and not resume:
         raise ConfigError([f"run: {path} already holds a trained run; add --resume to continue it, or choose another"])
-    if has_checkpoint and saved.exists():
+    if used and not saved.exists():
+        raise ConfigError([f"run: {path} has checkpoints but no experiment.json; choose another folder"])
+    if used:
         frozen = [line for line in differences(Experiment.load(saved), experiment) if line.split(":")[0] not in ELASTIC]
         if frozen:
             raise ConfigError(
@@ -113,7 +136,11 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
                 + [f"  {line}" for line in frozen]
                 + ["  resume with the same fields, or train into a new folder"]
             )
-    path.mkdir(parents=True, exist_ok=True)
+        newest = checkpoint.latest(path / "checkpoints")
+        if newest is not None and checkpoint.load(newest, groups=()).meta.get("data", data) != data:
+            raise ConfigError(
+                [f"resume: the training rows are not those {path} was started with; train into a new folder"]
+            )
     experiment.save(saved)
 
 
@@ -134,7 +161,7 @@ def load_run(
         settings: Overrides that do not change the weights, such as `{"method.route-tau": "0"}`.
         domain: The domain, if the caller has built it already.
     """
-    path = Path(path)
+    path, where = Path(path), pick_device(device)
     if not (path / "experiment.json").exists():
         raise ConfigError([f"run: {path} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
     experiment = override(Experiment.load(path / "experiment.json"), settings or {})
@@ -151,5 +178,6 @@ def load_run(
     try:
         method.load_state_dict(state)
     except RuntimeError as error:
-        raise ConfigError([f"run: the weights in {path} do not fit its experiment: {error}"]) from None
-    return Run(path, experiment, domain, method.to(pick_device(device)).eval(), saved.step)
+        faults = [line.strip() for line in str(error).splitlines()[1:]]
+        raise ConfigError([f"run: the weights in {path} do not fit these fields or this data", *faults[:5]]) from None
+    return Run(path, experiment, domain, method.to(where).eval(), saved.step)

@@ -107,9 +107,9 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number a metric reports, with its standard error and sample count."""
+    """One number a metric reports, with its standard error and sample count (None where it is exact)."""
 
     metric: str
     value: float
     stderr: float | None
-    n: int
+    n: int | None

@@ -147,7 +147,7 @@ class Transformer(Backbone):
         if right.shape[-1] == 0:
             logits = nnf.pad(left, (0, 1), value=NEG_INF)
         else:
-            logits = torch.cat([left, torch.full_like(left[..., :1], NEG_INF), right], dim=-1)
+            logits = torch.cat([left, torch.full_like(logits[..., :1], NEG_INF), right], dim=-1)
         return BackboneOut(logits, tuple(route_logits), tuple(gates))
 
 

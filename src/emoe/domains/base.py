@@ -18,7 +18,9 @@ from emoe.types import Measurement, TokenSpace
 
 
 class DataError(ValueError):
-    """Data that cannot be used, with the place and the remedy (exit code 3)."""
+    """Data that cannot be used, with the place and the remedy."""
+
+    exit_code: ClassVar[int] = 3
 
 
 class Domain(ABC):

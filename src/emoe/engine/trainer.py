@@ -69,12 +69,14 @@ def fit(
     quiet: bool = False,
     tensorboard: bool = False,
     stop: StopSignal | None = None,
+    progress: Progress | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> FitResult:
     """Train `module` to `train.steps` updates in `run_dir`.
 
     SIGINT and SIGTERM end it after the step that is under way, with a checkpoint; `stop` is the flag to watch when
-    the caller handles signals itself (signal handlers live in the main thread only).
+    the caller handles signals itself (signal handlers live in the main thread only). `progress` replaces the
+    display of this one run, for callers that show several.
 
     Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
     at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU with
@@ -109,7 +111,8 @@ def fit(
                 checkpoint.save(folder, step, groups, dict(meta or {}), keep=train.keep)
                 saved = step
 
-        with metrics, Progress(train.steps, start=start, label=label, quiet=quiet) as progress:
+        with metrics, progress or Progress(train.steps, start=start, label=label, quiet=quiet) as shown:
+            shown.update(start)
             while step < train.steps and stop.requested is None:
                 stepper(step)
                 step += 1
@@ -118,10 +121,10 @@ def fit(
                     metrics.write(record)
                     if board is not None:
                         board.write(record)
-                    progress.log(step, f"loss {record['loss']:.4f}")
+                    shown.log(step, f"loss {record['loss']:.4f}")
                     _check_health(stepper, step)
                 else:
-                    progress.update(step)
+                    shown.update(step)
                 if step % train.save_every == 0:
                     save()
             save()

@@ -167,7 +167,7 @@ def metric_grid(results: Results, task: str, metric: str, *, seeds: Collection[i
     for method in order:
         ours = [row for row in rows if row.method == method]
         found = sorted({row.convention for row in ours}, key=lambda name: (name is not None, name))
-# The paper's figures belong beside its own settings, the recipes of the task, not beside smaller ones.
+        # The paper's figures belong beside its own settings, the recipes of the task, not beside smaller ones.
         comparable = not ours or any(str(row.recipe).startswith(f"{task}-") for row in ours)
         figures = tuple(paper_value(task, c.data, method, metric, c.nfe) if comparable else None for c in columns)
         reported = any(figure is not None for figure in figures)

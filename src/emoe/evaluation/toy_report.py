@@ -95,9 +95,12 @@ def _legend(results: Results) -> str:
         for metric in ("validity", "overlap")
         if (rows := table_rows(results, metric))
     ]
+    grids = [toy_grid(results, metric) for metric in ("validity", "overlap")]
+    beside = any(cell.paper is not None for grid in grids for line in grid.lines for cell in line.cells)
+    paper = " and, in parentheses, what the paper reports" if beside else ""
     return (
-        "Each number is a mean over seeds, below it the standard error over seeds and, in parentheses, what "
-        f"the paper reports. The best model of a column is highlighted. Behind it: {'; '.join(counts)}."
+        f"Each number is a mean over seeds, below it the standard error over seeds{paper}. "
+        f"The best model of a column is highlighted. Behind it: {'; '.join(counts)}."
     )
 
 

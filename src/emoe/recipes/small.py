@@ -18,10 +18,11 @@ from emoe.recipes import recipe
 T_LOW = 1 / 64
 
 
-def _small(name: str, domain: DomainConfig, method: MethodConfig, nfe: tuple[int, ...]) -> Experiment:
+def _small(name: str, domain: DomainConfig, method: MethodConfig, nfe: tuple[int, ...], seed: int = 0) -> Experiment:
     """Width 64, MLP 256, batch 256, learning rate 1e-3, 4,000 steps."""
     return Experiment(
         name=name,
+        seed=seed,
         domain=domain,
         backbone=TransformerConfig(width=64, hidden=256),
         method=method,
@@ -32,7 +33,8 @@ def _small(name: str, domain: DomainConfig, method: MethodConfig, nfe: tuple[int
 
 
 def _demo(name: str, method: MethodConfig) -> Experiment:
-    return _small(name, ToyConfig(density="8-modes"), method, (1, 2, 4, 8))
+    # With seed 0 several of the 8 centres share a row, and even independent coordinates are often valid.
+    return _small(name, ToyConfig(density="8-modes"), method, (1, 2, 4, 8), seed=1)
 
 
 def _rows(name: str, method: MethodConfig) -> Experiment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import sys
 import threading
@@ -19,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import to_dict
+from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.evaluate import evaluate, make_row
 from emoe.evaluation.pools import Pool
@@ -28,6 +30,9 @@ from emoe.runs import Run, pick_device, train
 from emoe.types import Measurement
 
 Pools = dict[tuple[str, str, int, int], Int[Tensor, "n L"]]  # (data, method, seed, NFE) -> samples
+
+
+LINE_SECONDS = 3.0  # between two lines of the common progress
 
 
 class Interrupted(RuntimeError):
@@ -67,18 +72,22 @@ class Study:
     def run(self, experiments: Sequence[Experiment]) -> Results:
         """Train and measure all experiments; finished ones are reused, unfinished ones resumed.
 
-        One small network leaves most of a GPU idle, so several are trained at once there. Each run has random
-        streams, weights and a CUDA stream of its own: their number changes nothing but the time.
+        A small network leaves most of a GPU idle, and on a CPU several threads per network wait for each other more
+        than they compute. So several runs go on at once, each in a thread with one CPU core and a CUDA stream of its
+        own. Runs share nothing, so their number changes nothing but the time.
         """
         self.add([])
-        with StopSignal() as stop, ThreadPoolExecutor(self.jobs) as threads:
-            futures = [threads.submit(self._one, experiment, stop) for experiment in experiments]
+        total = sum(experiment.train.steps for experiment in experiments)
+        with (
+            StopSignal() as stop,
+            Progress(total, label="all runs", quiet=self.quiet) as whole,
+            ThreadPoolExecutor(self.jobs, initializer=torch.set_num_threads, initargs=(1,)) as threads,
+        ):
+            shares = Shares(whole)
+            futures = [threads.submit(self._one, experiment, stop, shares) for experiment in experiments]
             try:
                 for number, future in enumerate(as_completed(futures), 1):
-                    text = future.result()
-                    spent = time.monotonic() - self._began
-                    left = spent / number * (len(futures) - number)
-                    self.note(f"[{number}/{len(futures)}] {text} (elapsed {spent:.0f} s, ETA {left:.0f} s)")
+                    whole.note(f"[{number}/{len(futures)}] {future.result()}")
             except BaseException:
                 stop.ask()
                 for future in futures:
@@ -88,7 +97,7 @@ class Study:
         self.runs.sort(key=lambda run: order.index(run.path.name))
         return Results.load(self.results)
 
-    def _one(self, experiment: Experiment, stop: StopSignal) -> str:
+    def _one(self, experiment: Experiment, stop: StopSignal, shares: Shares) -> str:
         """Train and measure one experiment; returns a line about it."""
         with self._own_stream():
             run = train(
@@ -96,8 +105,8 @@ class Study:
                 self.folder / run_name(experiment),
                 resume=True,
                 device=str(self.device),
-                quiet=self.quiet or self.jobs > 1,
                 stop=stop,
+                progress=shares.of(f"{experiment.name} seed {experiment.seed}"),
             )
             assert run.result is not None
             if run.result.signal is not None:
@@ -130,6 +139,42 @@ class Study:
             print(text, file=sys.stderr, flush=True)
 
 
+class Shares:
+    """A common progress display of runs that go on at once."""
+
+    def __init__(self, whole: Progress):
+        self.whole, self.lock = whole, threading.Lock()
+        self.steps: dict[str, int] = {}
+        self.shown = 0.0
+
+    def of(self, label: str) -> Share:
+        """The part of one run."""
+        return Share(self, label)
+
+
+class Share(Progress):
+    """What one run reports to the common display; lines in a log come every few seconds, not for every run's step."""
+
+    def __init__(self, shares: Shares, label: str):
+        super().__init__(shares.whole.total, label=label, quiet=True)
+        self.shares = shares
+
+    def update(self, step: int) -> None:
+        """Count the steps of this run."""
+        with self.shares.lock:
+            self.shares.steps[self.label] = step
+            self.shares.whole.update(sum(self.shares.steps.values()))
+
+    def log(self, step: int, text: str = "") -> None:
+        """Show the steps of all runs, and what this one says."""
+        self.update(step)
+        with self.shares.lock:
+            if time.monotonic() - self.shares.shown >= LINE_SECONDS:
+                self.shares.shown = time.monotonic()
+                done = sum(self.shares.steps.values())
+                self.shares.whole.log(done, f"{self.label}: step {step}, {text}")
+
+
 def run_name(experiment: Experiment) -> str:
     """Folder of an experiment: readable, and different for every difference in what it says."""
     digest = hashlib.sha256(json.dumps(to_dict(experiment), sort_keys=True).encode()).hexdigest()[:8]
@@ -139,7 +184,9 @@ def run_name(experiment: Experiment) -> str:
 def make_study(
     command: str, words: list[str], *, folder: Path, results: Path, device: str, quiet: bool, jobs: int = 0
 ) -> Study:
-    """A study of a command line; `jobs` 0 means 6 runs at once on a GPU and one on a CPU."""
+    """A study of a command line; `jobs` 0 means 6 runs at once on a GPU, as many as there are cores on a CPU."""
     text = shlex.join(["emoe", *command.split(), *words])
     where = pick_device(device)
-    return Study(folder, results, text, where, quiet, jobs or (6 if where.type == "cuda" else 1))
+    return Study(
+        folder, results, text, where, quiet, jobs or (6 if where.type == "cuda" else len(os.sched_getaffinity(0)))
+    )

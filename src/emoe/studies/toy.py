@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--runs", default="runs/toy", help="where run folders go (default runs/toy)")
     parser.add_argument("--results", default="results", help="folder of toy.json, toy.md and figures (default results)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--jobs", default="0", help="runs trained at once; 0 = 6 on a GPU, 1 on a CPU")
+    parser.add_argument("--jobs", default="0", help="runs trained at once; 0 = 6 on a GPU, one for each core on a CPU")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(rest)
     (jobs,) = parse_numbers("jobs", args.jobs, low=0, high=64)
@@ -96,7 +96,7 @@ def reference_rows(study: Study) -> list[Row]:
         cells = toy.cell_probabilities()
         for nfe in run.experiment.eval.nfe:
             law = ideal_factorised(cells, nfe)
-            exact = Measurement("validity", validity_of_law(law, toy.support, toy.radius), None, 0)
+            exact = Measurement("validity", validity_of_law(law, toy.support, toy.radius), None, None)
             generator = torch.Generator().manual_seed(derive_seed(seed, "ideal", nfe))
             cell = torch.multinomial(law.flatten(), count, replacement=True, generator=generator)
             drawn = torch.stack([cell // law.shape[1], cell % law.shape[1]], dim=-1)

@@ -1,4 +1,4 @@
-"""Pictures of pools of token pairs: square panels of a log-scaled two-dimensional histogram."""
+"""Pictures of pools of token pairs: square panels of a two-dimensional histogram."""
 
 from __future__ import annotations
 
@@ -98,13 +98,16 @@ def blank(lines: int, columns: int, *, title: str = "") -> tuple[Figure, np.ndar
 
 
 def draw(panels: Any, shares: list[Float[np.ndarray, "bins bins"]]) -> None:
-    """Fill panels with histograms on one logarithmic colour scale; empty cells stay white."""
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    """Fill panels with histograms on one colour scale, the square root of the share; empty cells stay white.
+
+    A linear scale hides the samples off the support, a logarithmic one shows a single sample like a mode.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     top = max(float(share.max()) for share in shares) or 1.0
-    scale = LogNorm(vmin=top / 300, vmax=top, clip=True)
+    scale = PowerNorm(0.5, vmin=0.0, vmax=top, clip=True)
     # The lightest blue is still told from white: a single sample off the support is what one looks for.
-    blues = LinearSegmentedColormap.from_list("rows", ["#c3d9ee", "#4a90c4", "#08306b"])
+    blues = LinearSegmentedColormap.from_list("rows", ["#dbe8f4", "#4a90c4", "#08306b"])
     for panel, share in zip(panels, shares, strict=True):
         image = np.ma.masked_equal(share.T, 0.0)  # the first token runs to the right, the second upwards
         panel.imshow(image, origin="lower", norm=scale, cmap=blues, interpolation="nearest")

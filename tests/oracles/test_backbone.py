@@ -1,0 +1,255 @@
+"""The toy network: sizes, attention, inputs that must reach the output, and what sampling promises around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from enumeration import ALPHA, Enumeration, chi_square
+
+from emoe.backbones.base import active_parameters, total_parameters
+from emoe.backbones.layers import SHORT, Attention, short_attention, time_features
+from emoe.backbones.transformer import TransformerConfig
+from emoe.evaluation.pools import count_calls, draw_pool
+from emoe.methods.emoe import EMoEConfig
+from emoe.methods.mdlm import MDLM, MDLMConfig
+from emoe.methods.vadd import VADDConfig
+from emoe.rng import Rng
+from emoe.routing.routes import greedy
+from emoe.types import StepEvent, TokenSpace, Wants
+
+TOY = TokenSpace(size=51, mask_id=50, length=2)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- Sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [(MDLMConfig(), 434_866, 434_866), (EMoEConfig(), 2_280_898, 436_930), (VADDConfig(), 866_626, 866_626)],
+    ids=["mdlm", "emoe", "vadd"],
+)
+def test_toy_models_have_the_published_sizes(config, total: int, active: int):
+    method = config.build(TOY, TransformerConfig())
+    assert (total_parameters(method), active_parameters(method)) == (total, active)
+
+
+def test_backbone_refuses_what_it_cannot_give():
+    config = TransformerConfig()
+    assert not list(config.refusals(Wants(experts=8, cond=8, marks=True, encoder=16)))
+
+
+# --- The network -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, SHORT])
+def test_short_attention_is_scaled_dot_product_attention(length: int):
+    q, k, v = (randn(3, 2, length, 4, seed=s).requires_grad_() for s in range(3))
+    got = short_attention(q, k, v)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert torch.allclose(got, want, atol=1e-14)
+    cotangent = randn(3, 2, length, 4, seed=3)
+    pairs = zip(*(torch.autograd.grad((out * cotangent).sum(), [q, k, v]) for out in (got, want)), strict=True)
+    assert all(torch.allclose(a, b, atol=1e-13) for a, b in pairs)
+
+
+@pytest.mark.parametrize("length", [SHORT, SHORT + 1])
+def test_attention_is_softmax_of_scaled_products_at_every_length(length: int):
+    torch.manual_seed(0)
+    layer, x = Attention(8, 2).double(), randn(2, length, 8)
+    q, k, v = (part.view(2, length, 2, 4) for part in layer.qkv(x).split(8, -1))
+    weights = torch.softmax(torch.einsum("blhc,bmhc->bhlm", q, k) / 2, -1)
+    mixed = torch.einsum("bhlm,bmhc->blhc", weights, v).reshape(2, length, 8)
+    assert torch.allclose(layer(x), layer.out(mixed), atol=1e-14)
+
+
+def test_time_features_are_sines_and_cosines_of_a_thousand_t():
+    features = time_features(torch.tensor([0.0, 0.3]).double(), 6)
+    assert features[0].tolist() == [0, 0, 0, 1, 1, 1]
+    angles = 300 * torch.tensor([1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)]).double()
+    assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-5)
+
+
+@pytest.mark.parametrize("mask_id", [0, 1, 3])
+def test_mask_column_is_impossible_wherever_the_mask_is(tiny, mask_id: int):
+    method = tiny(MDLMConfig(), size=4, mask_id=mask_id)
+    x = torch.tensor([[mask_id, 2], [mask_id, mask_id]])
+    logits = method.backbone(x, torch.tensor([0.5, 1.0]).double()).logits
+    others = [v for v in range(4) if v != mask_id]
+    assert logits.shape == (2, 2, 4) and (logits[..., mask_id] == -torch.inf).all()
+    assert logits[..., others].isfinite().all()
+
+
+def test_routed_backbone_without_a_policy_is_an_error(tiny):
+    method = tiny()
+    with pytest.raises(ValueError, match="route policy"):
+        method.backbone(torch.tensor([[0, 1]]), torch.tensor([0.5]).double())
+
+
+def test_tokens_positions_time_cond_and_marks_reach_the_output():
+    torch.manual_seed(1)
+    space = TokenSpace(size=4, mask_id=3, length=2)
+    sizes = TransformerConfig(width=8, heads=2, hidden=8, time_size=4, dispatch="loop")
+    network = sizes.build(space, Wants(experts=2, cond=3, marks=True)).double()
+    x, t, cond = torch.tensor([[0, 3], [1, 2]]), torch.tensor([0.3, 0.6]).double(), randn(2, 3)
+    marks = torch.tensor([[False, True], [False, False]])
+
+    def run(x=x, t=t, cond=cond, marks=marks) -> torch.Tensor:
+        return network(x, t, cond=cond, marks=marks, route=greedy()).logits[..., :3]
+
+    start = run()
+    other_cond, other_t = cond.clone(), t.clone()
+    other_cond[0, 2] += 1
+    other_t[0] += 0.01
+    changed = {
+        "token": run(x=torch.tensor([[2, 3], [1, 2]])),
+        "order": run(x=torch.tensor([[3, 0], [1, 2]])).flip(1),
+        "time": run(t=other_t),
+        "cond": run(cond=other_cond),
+        "marks": run(marks=torch.zeros_like(marks)),
+    }
+    for name, logits in changed.items():
+        assert (logits[0] - start[0]).abs().min() > 1e-9, name  # both positions of the row
+        if name != "order":
+            assert torch.equal(logits[1], start[1]), name  # and no other row
+    assert torch.equal(run(marks=None), changed["marks"])
+
+
+def test_encoder_sees_row_time_and_mask_pattern(tiny):
+    encoder = tiny(VADDConfig(latent=2)).encoder
+    x0, t, marks = torch.tensor([[0, 2]]), torch.tensor([0.4]).double(), torch.tensor([[True, False]])
+    start = encoder(x0, t, marks)
+    assert start.shape == (1, 4)
+    for other in (
+        encoder(torch.tensor([[2, 2]]), t, marks),
+        encoder(x0, t + 0.1, marks),
+        encoder(x0, t, ~marks),
+    ):
+        assert (other - start).abs().min() > 1e-9
+
+
+# --- Sampling ----------------------------------------------------------------------------------------------------
+
+CONFIGS = [MDLMConfig(), EMoEConfig(experts=2), VADDConfig(latent=2)]
+IDS = ["mdlm", "emoe", "vadd"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_step_is_one_network_call(tiny, config, steps: int):
+    method = tiny(config)
+    with count_calls(method.backbone) as count:
+        method.sample(3, steps, Rng(0))
+    assert count.calls == steps
+    method.sample(3, steps, Rng(0))
+    assert count.calls == steps  # the hook is gone
+    pool = draw_pool(method, 7, steps, seed=1, batch=3)
+    assert pool.nfe == steps and pool.samples.shape == (7, 2) and (pool.samples != method.space.mask_id).all()
+
+
+def test_a_pool_refuses_a_sampler_with_hidden_calls(tiny, monkeypatch: pytest.MonkeyPatch):
+    method, honest = tiny(MDLMConfig()), MDLM.denoise
+    monkeypatch.setattr(MDLM, "denoise", lambda self, *a: (honest(self, *a), honest(self, *a))[0])
+    with pytest.raises(RuntimeError, match="2 steps made 4 network calls"):
+        draw_pool(method, 4, 2, seed=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_training_takes_one_network_call(tiny, config):
+    method = tiny(config)
+    with count_calls(method.backbone) as count:
+        method(torch.tensor([[0, 2]]), {name: torch.tensor(ramp(0, 10)) for name, ramp in method.ramps.items()}, Rng(0))
+    assert count.calls == 1
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_given_tokens_stay_and_every_mask_is_filled(tiny, config):
+    method = tiny(config, size=4, length=3)
+    given = torch.tensor([[0, 1, 2], [1, 1, 3], [2, 0, 3], [1, 1, 1]])  # 1 is the mask
+    original = given.clone()
+    for steps in (1, 4):
+        rows = method.sample(4, steps, Rng(1), given=given)
+        assert torch.equal(given, original)
+        assert torch.equal(rows[given != 1], given[given != 1]) and (rows != 1).all()
+
+
+@pytest.mark.parametrize("rows", [[[0, 4]], [[0, -1]], [[0, 1, 2]]], ids=["too large", "negative", "too long"])
+def test_given_rows_that_do_not_fit_are_refused(tiny, rows: list[list[int]]):
+    with pytest.raises(ValueError, match="given"):
+        tiny(MDLMConfig(), size=4).sample(1, 2, Rng(0), given=torch.tensor(rows))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_step_events_tell_the_story_of_the_sample(tiny, config):
+    method = tiny(config, length=3)
+    events: list[StepEvent] = []
+    rows = method.sample(50, 4, Rng(2), on_step=events.append)
+    assert [event.step for event in events] == [4, 3, 2, 1]
+    assert [event.time for event in events] == [1.0, 0.75, 0.5, 0.25]
+    before = torch.full((50, 3), method.space.mask_id)
+    for event in events:
+        assert torch.equal(event.revealed, (before == method.space.mask_id) & (event.x != method.space.mask_id))
+        assert torch.equal(event.x[~event.revealed], before[~event.revealed])
+        assert (event.latent is None) == isinstance(config, MDLMConfig)
+        before = event.x
+    assert torch.equal(before, rows)
+    share = sum(event.revealed.sum() for event in events[:2]) / 150
+    assert 0.35 < share < 0.65  # a quarter of all positions at each step
+    assert torch.equal(rows, method.sample(50, 4, Rng(2)))  # watching changes nothing
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_equal_seeds_give_equal_samples_and_other_seeds_others(tiny, config):
+    method = tiny(config, length=3)
+    first = method.sample(200, 3, Rng(3))
+    assert torch.equal(first, method.sample(200, 3, Rng(3)))
+    assert not torch.equal(first, method.sample(200, 3, Rng(4)))
+    used = Rng(3)
+    method.sample(10, 2, used)
+    assert torch.equal(first, method.sample(200, 3, used))  # what an Rng drew before does not matter
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    method.sample(10, 2, Rng(3))
+    assert torch.equal(state, torch.random.get_rng_state())  # the global generator is not touched
+
+
+@pytest.mark.parametrize("config", [MDLMConfig(), EMoEConfig(experts=2)], ids=["mdlm", "emoe"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_infilled_rows_follow_the_chain_from_the_given_state(tiny, config, steps: int):
+    method = tiny(config, length=3, seed=9)
+    exact = Enumeration(method)
+    start = [1, 2, 1]  # the middle token is given
+    n = 100_000
+    rows = method.sample(n, steps, Rng(5), given=torch.tensor([start]).repeat(n, 1))
+    law = exact.law(steps, start)
+    counts = torch.bincount(exact.index(rows), minlength=len(exact.states))
+    assert chi_square(counts, law) > ALPHA
+    free = exact.law(steps)  # the chain from all masks, conditioned on the same token, is another law
+    conditional = torch.where(exact.states[:, 1] == 2, free, 0.0)
+    assert (law - conditional / conditional.sum()).abs().max() > 1e-3
+
+
+def test_rng_streams_are_functions_of_seed_rank_step_and_purpose():
+    def numbers(rng: Rng, purpose: str = "mask", **options: bool) -> list[float]:
+        return torch.rand(3, generator=rng.stream(purpose, **options)).tolist()
+
+    base = numbers(Rng(1).at(5))
+    assert base == numbers(Rng(1).at(5)) and base == numbers(Rng(1).at(9).at(5))
+    others = [
+        numbers(Rng(2).at(5)),
+        numbers(Rng(1).at(6)),
+        numbers(Rng(1, rank=1, world=2).at(5)),
+        numbers(Rng(1).at(5), "time"),
+        numbers(Rng(1).fork("a").at(5)),
+        numbers(Rng(1).fork("b").at(5)),
+    ]
+    assert len({tuple(row) for row in [base, *others]}) == 7
+    shared = [numbers(Rng(1, rank=r, world=2).at(5), "time", shared=True) for r in (0, 1)]
+    assert shared[0] == shared[1]
+    rng = Rng(1).at(5)
+    first, second = numbers(rng), numbers(rng)
+    assert first == base and second != base  # a stream goes on within a step
+    assert numbers(rng.at(6)) == others[1] and len(rng.generators()) == 1

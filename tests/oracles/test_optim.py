@@ -1,0 +1,195 @@
+"""The optimiser against Adam, clipping and moving average written out by hand, and steps that must not count."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
+from emoe.engine.stepper import Stepper
+from emoe.ramps import Linear
+from emoe.rng import Rng
+from emoe.types import Loss
+
+
+class Bowl(nn.Module):
+    """Parameters of three shapes and a loss whose gradient changes all the time."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.a = nn.Parameter(torch.randn(4, 3, generator=draw, dtype=torch.float64).to(dtype))
+        self.b = nn.Parameter(torch.randn(5, generator=draw, dtype=torch.float64).to(dtype))
+        self.c = nn.Parameter(torch.randn((), generator=draw, dtype=torch.float64).to(dtype))
+
+    def loss(self, step: int) -> Tensor:
+        draw = torch.Generator().manual_seed(step)
+        target = torch.randn(4, 3, generator=draw, dtype=torch.float64).to(self.a.dtype)
+        wave = (self.b * self.c).sin().sum() + (self.b - 1).square().sum()
+        return (self.a - target).square().sum() * (1 + step % 7) + wave
+
+
+def copies(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("algorithm", ["adam", "adamw"])
+@pytest.mark.parametrize(("clip", "decay"), [(1.0, 0.1), (None, 0.0), (1e6, 0.02)])
+def test_a_hundred_updates_equal_adam_by_hand(algorithm: str, clip: float | None, decay: float, dtype: torch.dtype):
+    """Clip by the norm of everything, Adam or AdamW with bias correction, then the moving average."""
+    config = OptimConfig(algorithm=algorithm, lr=0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=decay, clip=clip)
+    module = Bowl(dtype)
+    lr, average_decay = torch.tensor(0.0), torch.tensor(0.0)
+    optimizer = Optimizer(module, config, ema=0.9, lr=lr, ema_decay=average_decay)
+    params = [p.double() for p in copies(module)]
+    first, second, average = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params], params
+    reference = Bowl(torch.float64)
+    for step in range(100):
+        lr.fill_(config.lr_at(step, 100))
+        average_decay.fill_(ema_decay(0.9, step))
+        optimizer.zero_grad()
+        module.loss(step).backward()
+        optimizer.step()
+
+        for p, value in zip(reference.parameters(), params, strict=True):
+            p.data.copy_(value.to(dtype))
+        grads = list(torch.autograd.grad(reference.loss(step), list(reference.parameters())))
+        norm = math.sqrt(sum(g.square().sum().item() for g in grads))
+        assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-4 if dtype == torch.float32 else 1e-6)
+        if clip is not None:
+            grads = [g * min(1.0, clip / (norm + 1e-6)) for g in grads]
+        rate, d = lr.item(), average_decay.item()
+        for i, g in enumerate(grads):
+            if algorithm == "adamw":
+                params[i] = params[i] * (1 - rate * decay)
+            else:
+                g = g + decay * params[i]
+            first[i] = 0.8 * first[i] + 0.2 * g
+            second[i] = 0.95 * second[i] + 0.05 * g * g
+            m, v = first[i] / (1 - 0.8 ** (step + 1)), second[i] / (1 - 0.95 ** (step + 1))
+            params[i] = params[i] - rate * m / (v.sqrt() + 1e-6)
+        average = [d * a + (1 - d) * p for a, p in zip(average, params, strict=True)]
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+    for got, want in zip(module.parameters(), params, strict=True):
+        assert torch.allclose(got.double(), want, atol=tolerance)
+    for got, want in zip(optimizer.ema, average, strict=True):
+        assert torch.allclose(got.double(), want, atol=tolerance)
+    assert optimizer.skipped == 0 and optimizer.skipped_in_row == 0
+
+
+def test_moving_average_has_its_closed_form():
+    """With a constant decay, ema_n = d^n p_0 + (1 - d) * sum of d^(n - k) p_k."""
+    module, d = Bowl(torch.float64), 0.75
+    optimizer = Optimizer(module, OptimConfig(), ema=d, lr=torch.tensor(0.1), ema_decay=torch.tensor(d))
+    history = [module.b.detach().clone()]
+    for step in range(20):
+        optimizer.zero_grad()
+        module.loss(step).backward()
+        optimizer.step()
+        history.append(module.b.detach().clone())
+    closed = d**20 * history[0] + (1 - d) * sum(d ** (20 - k) * history[k] for k in range(1, 21))
+    assert torch.allclose(optimizer.ema[1], closed, atol=1e-12)
+    assert [ema_decay(0.999, h) for h in (0, 90)] == [0.1, 0.91] and ema_decay(0.5, 1000) == 0.5
+
+
+def test_no_average_is_kept_unless_asked_for():
+    optimizer = Optimizer(Bowl(torch.float32), OptimConfig(), ema=0.0, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.0))
+    assert optimizer.ema == [] and "ema" not in optimizer.state()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad: float, clip: float | None):
+    module = Bowl(torch.float32)
+    config = OptimConfig(clip=clip, weight_decay=0.1, algorithm="adamw")
+    optimizer = Optimizer(module, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
+
+    def update(step: int, poison: bool) -> None:
+        optimizer.zero_grad()
+        module.loss(step).backward()
+        if poison:
+            module.b.grad[2] = bad
+        optimizer.step()
+
+    for step in range(5):
+        update(step, poison=False)
+    before = {group: {k: v.clone() for k, v in values.items()} for group, values in optimizer.state().items()}
+    weights = copies(module)
+    for step in range(3):
+        update(step, poison=True)
+        assert (optimizer.skipped, optimizer.skipped_in_row) == (step + 1, step + 1)
+        assert not optimizer.grad_norm.isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+    after = optimizer.state()
+    for name, value in before["optim"].items():
+        if not name.startswith("skipped"):
+            assert torch.equal(after["optim"][name], value), name
+    for name, value in before["ema"].items():
+        assert torch.equal(after["ema"][name], value), f"moving average of {name}"
+    update(5, poison=False)
+    assert (optimizer.skipped, optimizer.skipped_in_row) == (3, 0)
+
+    twin = Bowl(torch.float32)  # the same good steps without the bad ones between them end at the same weights
+    plain = Optimizer(twin, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
+    for step in range(6):
+        plain.zero_grad()
+        twin.loss(step).backward()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), module.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain.ema, optimizer.ema, strict=True))
+
+
+def test_saved_state_continues_bit_for_bit():
+    config = OptimConfig(lr=0.1)
+
+    def advance(module: Bowl, optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            module.loss(step).backward()
+            optimizer.step()
+
+    one, two = Bowl(torch.float32), Bowl(torch.float32)
+    first = Optimizer(one, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
+    advance(one, first, range(4))
+    second = Optimizer(two, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
+    two.load_state_dict(one.state_dict())
+    second.load(first.state())
+    advance(one, first, range(4, 8))
+    advance(two, second, range(4, 8))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first.ema, second.ema, strict=True))
+
+
+class Recorder(nn.Module):
+    """A module that notes the knobs it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.seen: list[float] = []
+
+    def forward(self, batch: Tensor, knobs: dict[str, Tensor], rng: Rng) -> Loss:
+        self.seen.append(knobs["weight"].item())
+        return Loss((self.w - batch).square().sum())
+
+
+@pytest.mark.parametrize("start", [0, 1022])
+def test_stepper_hands_over_the_numbers_of_the_step(start: int):
+    """Ramp, learning rate and EMA decay of step h, also across the edge of a table and after a resume."""
+    module, total = Recorder(), 2000
+    optim = OptimConfig(lr=0.5, warmup=4, schedule="cosine", clip=None)
+    stepper = Stepper(
+        module, lambda step: torch.ones(2), {"weight": Linear(start=0.0, end=1.0)}, optim,
+        total=total, rng=Rng(0), ema=0.99, precision="fp32", graph=False,
+    )  # fmt: skip
+    for step in range(start, start + 5):
+        stepper(step)
+        numbers = stepper.numbers_at(step)
+        assert numbers == {"weight": step / total, "lr": optim.lr_at(step, total), "ema_decay": ema_decay(0.99, step)}
+        assert stepper.optimizer.adam.param_groups[0]["lr"].item() == pytest.approx(numbers["lr"], rel=1e-6)
+        assert stepper.optimizer.ema_decay.item() == pytest.approx(numbers["ema_decay"], rel=1e-6)
+    assert module.seen == pytest.approx([step / total for step in range(start, start + 5)], rel=1e-6)
