@@ -1,7 +1,8 @@
 """E-MoE: masked diffusion whose reverse step is a mixture over expert routes.
 
-The public surface is small: `load_run(path)` opens a trained run, everything else is reached through its own
-module (`emoe.recipes`, `emoe.methods`, `emoe.domains`, `emoe.engine`). Heavy imports happen on first use.
+The public surface is small: `train(recipe, folder)` trains, `load_run(folder)` opens a trained run, `Rng(seed)` holds
+the random streams a sampler draws from. Everything else is reached through its own module (`emoe.recipes`,
+`emoe.methods`, `emoe.domains`, `emoe.engine`). Heavy imports happen on first use.
 """
 
 from __future__ import annotations
@@ -9,10 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from emoe.rng import Rng as Rng
     from emoe.runs import Run
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_run", "train"]
+__all__ = ["Rng", "__version__", "load_run", "train"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Rng":
+        from emoe.rng import Rng
+
+        return Rng
+    raise AttributeError(f"module 'emoe' has no attribute {name!r}")
 
 
 def load_run(path: str, **options: object) -> Run:
