@@ -3,20 +3,26 @@
 In docs/guides a fenced block takes part if its first line says so:
 
 - `# file: NAME.py` (python): written to that file;
-- `# run` (python): run, after the blocks before it and in the same program;
-- `# run` (bash): its `emoe` commands are run, in the same program.
+- `# run` (python): run, in one program with the blocks before it;
+- `# run` (bash): its `./run emoe` and `python NAME.py` commands are run, without a new process for each.
 """
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from emoe import recipes
+from emoe.backbones.base import BackboneConfig
+from emoe.cli import main
+from emoe.domains.base import DomainConfig
+from emoe.methods.base import MethodConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -30,55 +36,56 @@ SMALLER = (
 )
 
 
-def _commands(block: str) -> list[list[str]]:
-    """The words after `emoe` of each command in a shell block."""
-    lines = block.replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line, comments=True) for line in lines]
-    return [words[words.index("emoe") + 1 :] for words in commands if words]
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to work in; kinds, recipes and modules that a guide defines are gone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EMOE_COMMIT", "guide")
+    yield tmp_path
+    foreign = {path.stem for path in tmp_path.glob("*.py")}
+    registers = [MethodConfig.members, BackboneConfig.members, DomainConfig.members, recipes._RECIPES]
+    for register in registers:
+        for name in [name for name, made in register.items() if made.__module__ in foreign]:
+            del register[name]
+    for name in foreign:
+        sys.modules.pop(name, None)
 
 
-def _program(text: str, folder: Path) -> str:
-    """Write the files of a guide and return what is to be run."""
-    parts = ["from emoe.cli import main as _emoe"]
-    for language, block in FENCE.findall(text):
+def shell(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of a shell block."""
+    for line in block.replace("\\\n", " ").splitlines():
+        match shlex.split(line, comments=True):
+            case []:
+                continue
+            case ["./run", "emoe", *words]:
+                code = main(words)
+            case ["python", script, *words]:
+                monkeypatch.setattr(sys, "argv", [script, *words])
+                with pytest.raises(SystemExit) as end:
+                    runpy.run_path(script, run_name="__main__")
+                code = end.value.code
+            case _:
+                pytest.fail(f"a guide cannot run {line!r}")
+        assert code == 0, f"{line!r} ended with {code}"
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_code_of_a_guide_runs(guide: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for language, block in FENCE.findall(guide.read_text(encoding="utf-8")):
         head, _, body = block.partition("\n")
         for pattern, replacement in SMALLER:
             body = pattern.sub(replacement, body)
         if head.startswith("# file: "):
             name = head.removeprefix("# file: ")
             assert re.fullmatch(r"[a-z_]+\.py", name), f"not a file name for a guide: {name!r}"
-            (folder / name).write_text(body, encoding="utf-8")
+            (workshop / name).write_text(body, encoding="utf-8")
         elif head == "# run" and language == "python":
-            parts.append(body)
+            exec(compile(body, f"{guide.name}: {body.splitlines()[0]}", "exec"), names)
         elif head == "# run":
-            parts += [f"assert _emoe({words!r}) == 0, {words!r}" for words in _commands(body)]
-    return "\n".join(parts)
-
-
-def _run(folder: Path, *words: str) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-        "EMOE_COMMIT": "a guide",
-        "PYTHONIOENCODING": "utf-8",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_code_of_a_guide_runs(guide: Path, tmp_path: Path) -> None:
-    (tmp_path / "the_guide.py").write_text(_program(guide.read_text(encoding="utf-8"), tmp_path), encoding="utf-8")
-    _run(tmp_path, "the_guide.py")
-    assert list(tmp_path.glob("runs/*")), "a guide without a trained run shows too little"
-
-
-def test_own_command_line_knows_own_recipes(tmp_path: Path) -> None:
-    _program((ROOT / "docs" / "guides" / "new-method.md").read_text(encoding="utf-8"), tmp_path)
-    _run(tmp_path, "my_emoe.py", "list", "toy-8modes-clusters")
+            shell(body, monkeypatch)
+    assert list(workshop.glob("runs/*/**/experiment.json")), "a guide without a trained run shows too little"
 
 
 def test_links_of_the_docs_lead_somewhere() -> None:

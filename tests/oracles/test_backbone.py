@@ -37,9 +37,13 @@ def test_toy_models_have_the_published_sizes(config, total: int, active: int):
     assert (total_parameters(method), active_parameters(method)) == (total, active)
 
 
-def test_backbone_refuses_what_it_cannot_give():
-    config = TransformerConfig()
-    assert not list(config.refusals(Wants(experts=8, cond=8, marks=True, encoder=16)))
+def test_backbone_names_what_it_cannot_give(monkeypatch: pytest.MonkeyPatch):
+    everything = Wants(experts=8, cond=8, marks=True, encoder=16)
+    assert not list(TransformerConfig().refusals(everything))
+    monkeypatch.setattr(TransformerConfig, "supports", frozenset({"experts"}))
+    lines = list(TransformerConfig().refusals(everything))
+    assert [line.split("'")[3] for line in lines] == ["cond", "encoder", "marks"]
+    assert not list(TransformerConfig().refusals(Wants(experts=8)))
 
 
 # --- The network -------------------------------------------------------------------------------------------------
@@ -67,10 +71,10 @@ def test_attention_is_softmax_of_scaled_products_at_every_length(length: int):
 
 
 def test_time_features_are_sines_and_cosines_of_a_thousand_t():
-    features = time_features(torch.tensor([0.0, 0.3]).double(), 6)
+    features = time_features(torch.tensor([0.0, 0.3], dtype=torch.float64), 6)
     assert features[0].tolist() == [0, 0, 0, 1, 1, 1]
-    angles = 300 * torch.tensor([1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)]).double()
-    assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-5)
+    angles = 300 * torch.tensor([1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)], dtype=torch.float64)
+    assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-12)
 
 
 @pytest.mark.parametrize("mask_id", [0, 1, 3])

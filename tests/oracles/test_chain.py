@@ -1,4 +1,4 @@
-"""Chain, objective and samplers of whole models against enumeration over all rows and routes (Eq. 4-6, 9, Algo. 1-2)."""
+"""Chain, objective and samplers of whole models against sums over all rows and routes (Eq. 4-6, 9, Algo. 1-2)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from emoe.types import Loss
 
 
 class Bowl(nn.Module):
-    """Parameters of three shapes and a loss whose gradient changes all the time."""
+    """Parameters of three shapes and a loss whose gradient never dies (where it does, Adam amplifies rounding)."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -26,10 +26,10 @@ class Bowl(nn.Module):
         self.c = nn.Parameter(torch.randn((), generator=draw, dtype=torch.float64).to(dtype))
 
     def loss(self, step: int) -> Tensor:
-        draw = torch.Generator().manual_seed(step)
-        target = torch.randn(4, 3, generator=draw, dtype=torch.float64).to(self.a.dtype)
-        wave = (self.b * self.c).sin().sum() + (self.b - 1).square().sum()
-        return (self.a - target).square().sum() * (1 + step % 7) + wave
+        draw = torch.Generator().manual_seed(1000 + step)
+        target = [torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype) for p in self.parameters()]
+        parts = [(p - goal).square().sum() for p, goal in zip(self.parameters(), target, strict=True)]
+        return (1 + step % 7) * sum(parts) + (self.c - self.b.mean()).square()
 
 
 def copies(module: nn.Module) -> list[Tensor]:
@@ -46,7 +46,8 @@ def test_a_hundred_updates_equal_adam_by_hand(algorithm: str, clip: float | None
     lr, average_decay = torch.tensor(0.0), torch.tensor(0.0)
     optimizer = Optimizer(module, config, ema=0.9, lr=lr, ema_decay=average_decay)
     params = [p.double() for p in copies(module)]
-    first, second, average = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params], params
+    first, second = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    average = list(params)
     reference = Bowl(torch.float64)
     for step in range(100):
         lr.fill_(config.lr_at(step, 100))
@@ -59,7 +60,7 @@ def test_a_hundred_updates_equal_adam_by_hand(algorithm: str, clip: float | None
             p.data.copy_(value.to(dtype))
         grads = list(torch.autograd.grad(reference.loss(step), list(reference.parameters())))
         norm = math.sqrt(sum(g.square().sum().item() for g in grads))
-        assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-4 if dtype == torch.float32 else 1e-6)
+        assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-5)
         if clip is not None:
             grads = [g * min(1.0, clip / (norm + 1e-6)) for g in grads]
         rate, d = lr.item(), average_decay.item()
@@ -73,7 +74,7 @@ def test_a_hundred_updates_equal_adam_by_hand(algorithm: str, clip: float | None
             m, v = first[i] / (1 - 0.8 ** (step + 1)), second[i] / (1 - 0.95 ** (step + 1))
             params[i] = params[i] - rate * m / (v.sqrt() + 1e-6)
         average = [d * a + (1 - d) * p for a, p in zip(average, params, strict=True)]
-    tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
     for got, want in zip(module.parameters(), params, strict=True):
         assert torch.allclose(got.double(), want, atol=tolerance)
     for got, want in zip(optimizer.ema, average, strict=True):
@@ -97,7 +98,9 @@ def test_moving_average_has_its_closed_form():
 
 
 def test_no_average_is_kept_unless_asked_for():
-    optimizer = Optimizer(Bowl(torch.float32), OptimConfig(), ema=0.0, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.0))
+    optimizer = Optimizer(
+        Bowl(torch.float32), OptimConfig(), ema=0.0, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.0)
+    )
     assert optimizer.ema == [] and "ema" not in optimizer.state()
 
 

@@ -190,9 +190,7 @@ def test_reverse_step_draws_from_the_reverse_law(alpha_s: float):
     law = reverse_distribution(subs(logits, xt, MASK), xt, alpha_s, alpha_t, MASK)[0]
     many = xt.repeat(n, 1)
     log_x_theta = subs(logits.repeat(n, 1, 1), many, MASK)
-    xs, revealed = unmask_step(
-        log_x_theta, many, alpha_s, alpha_t, MASK, reveal=generator(6), token=generator(7)
-    )
+    xs, revealed = unmask_step(log_x_theta, many, alpha_s, alpha_t, MASK, reveal=generator(6), token=generator(7))
     assert (xs[:, 2] == 2).all() and not revealed[:, 2].any()
     assert torch.equal(revealed[:, :2], xs[:, :2] != MASK)
     counts = torch.bincount(xs[:, 0] * SIZE + xs[:, 1], minlength=SIZE**2)

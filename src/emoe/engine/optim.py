@@ -85,9 +85,9 @@ class Optimizer:
         self.skipped.add_(bad)
         self.skipped_in_row.add_(bad).mul_(bad)
         if self.ema:
-            # ema <- ema + (1 - decay) * (p - ema)
+            # ema <- ema + (1 - decay) * (p - ema), but for a step that was refused
             change = torch._foreach_sub(self.params, self.ema)
-            torch._foreach_mul_(change, 1 - self.ema_decay)
+            torch._foreach_mul_(change, (1 - self.ema_decay) * (1 - bad))
             torch._foreach_add_(self.ema, change)
 
     def state(self) -> dict[str, dict[str, Tensor]]:

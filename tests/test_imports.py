@@ -1,0 +1,183 @@
+"""Who may import whom, what the engine may not know, and what must work without the packages that are optional."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import emoe
+from emoe.backbones.base import BackboneConfig
+from emoe.domains.base import DomainConfig
+from emoe.methods.base import MethodConfig
+
+PACKAGE = Path(emoe.__file__).parent
+
+BASE = ["config", "types", "rng", "ramps"]
+METHODS = [*BASE, "diffusion.*", "routing.*", "backbones.*"]
+PLAIN = ["results", "tables", "report", "grid", "files", "machine", "paper", "readme", "curves", "toy_report"]
+EVERYTHING = ["*"]
+
+# Module (the first pattern that fits) -> modules of the package that it may import besides those of its own folder.
+LAYERS: dict[str, list[str]] = {
+    "config": [],
+    "types": [],
+    "rng": [],
+    "ramps": ["config"],
+    "metrics": ["types"],
+    "diffusion*": BASE,
+    "routing*": [*BASE, "diffusion.*"],
+    "backbones*": [*BASE, "diffusion.*", "routing.*"],
+    "methods*": METHODS,
+    "engine*": BASE,
+    "domains*": [*BASE, "metrics"],
+    **{f"evaluation.{name}": [] for name in PLAIN},
+    "experiment": [*BASE, "engine.*", "backbones.base", "methods.base", "domains.base"],
+    "evaluation*": [*BASE, "experiment", "methods.base", "domains.base"],
+    "recipes*": EVERYTHING,
+    "runs": EVERYTHING,
+    "studies*": EVERYTHING,
+    "commands": EVERYTHING,
+    "cli": EVERYTHING,
+    "__init__": EVERYTHING,
+    "__main__": EVERYTHING,
+}
+MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports(path: Path) -> set[str]:
+    """All modules a file imports, wherever it does so; `from a import b` counts as a.b if that is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            for alias in node.names:
+                inner = f"{module}.{alias.name}".removeprefix("emoe.")
+                is_module = inner in MODULES or f"{inner}.__init__" in MODULES
+                found.add(f"{module}.{alias.name}" if module.startswith("emoe") and is_module else module)
+    return found
+
+
+def own(path: Path) -> set[str]:
+    """Modules of this package that a file imports, without the package's name."""
+    return {name.removeprefix("emoe.") for name in imports(path) if name.startswith("emoe.")}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_dependency_rule(module: str) -> None:
+    pattern = next(pattern for pattern in LAYERS if fnmatch(module, pattern))
+    folder = module.rpartition(".")[0].split(".")[0]
+    allowed = LAYERS[pattern] + (
+        [] if folder == "evaluation" and module.split(".")[1] in PLAIN else [f"{folder}.*", folder]
+    )
+    if folder == "evaluation":
+        allowed = allowed + [f"evaluation.{name}" for name in PLAIN]
+    wrong = [name for name in own(MODULES[module]) if not any(fnmatch(name, one) for one in allowed)]
+    assert wrong == [], f"{module} may import {allowed}"
+
+
+def test_every_layer_of_the_table_exists() -> None:
+    assert [pattern for pattern in LAYERS if not any(fnmatch(module, pattern) for module in MODULES)] == []
+
+
+def test_methods_backbones_and_domains_do_not_know_each_other() -> None:
+    for family in ("methods", "backbones"):
+        names = [name for name in MODULES if name.startswith(f"{family}.")]
+        shared = {f"{family}.base", f"{family}.layers"}
+        for name in names:
+            others = {one for one in own(MODULES[name]) if one.startswith(f"{family}.")} - shared
+            assert others == set(), f"{name} imports {others}"
+
+
+def kinds() -> set[str]:
+    return {*MethodConfig.known_kinds(), *BackboneConfig.known_kinds(), *DomainConfig.known_kinds()}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=lambda path: path.name)
+def test_the_engine_names_no_method_backbone_or_domain(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    # The name of the package and the word for a line of data are allowed in sentences, but not as names of kinds.
+    words = kinds() - {"emoe", "rows"} | {"expert", "experts", "router", "latent", "diffusion", "mask", "e-moe"}
+    assert re.findall(rf"(?i)\b({'|'.join(map(re.escape, sorted(words)))})\b", text) == []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            assert token.string.strip("rbf").strip("\"'") not in kinds()
+        elif token.type == tokenize.NAME and token.string.lower() in kinds():
+            assert token.line.lstrip().startswith(("from emoe", "import emoe"))
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_results_and_tables_work_without_torch() -> None:
+    names = ["config", "ramps", "cli", "commands", *(f"evaluation.{name}" for name in PLAIN)]
+    script = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys(["torch", "numpy", "matplotlib", "rich", "sklearn", "jaxtyping"]))
+for name in {names}:
+    importlib.import_module("emoe." + name)
+from emoe.evaluation.results import Results, RunInfo, Row, describe_machine
+from emoe.evaluation.tables import print_grid
+from emoe.evaluation.grid import metric_grid
+row = Row(task="toy", data="8-modes", method="mdlm", recipe="r", seed=0, nfe=1, metric="validity", value=1.5)
+results = Results().add(RunInfo(command="c", wall_s=1, **describe_machine("cpu")), [row])
+print_grid(metric_grid(results, "toy", "validity"))
+"""
+    done = python(script)
+    assert done.returncode == 0 and "1.5" in done.stdout, done.stderr
+
+
+OPTIONAL = (
+    "tyro rich matplotlib sklearn scipy transformers pandas yaml pydantic tensorboard beartype wandb datasets psutil "
+    "hypothesis pytest omegaconf hydra lightning einops tqdm tokenizers accelerate triton"
+)
+
+WITHOUT = """
+import sys
+from pathlib import Path
+optional = sys.argv[1:] or {optional!r}.split()
+sys.modules.update(dict.fromkeys(optional))
+import numpy as np
+import torch
+from emoe.cli import main
+from emoe.evaluation.evaluate import evaluate
+from emoe.runs import load_run, train
+
+torch.set_num_threads(1)
+np.save("rows.npy", np.arange(60).reshape(20, 3) % 6)
+sizes = {{"width": 8, "hidden": 16, "heads": 2, "time-size": 8}}
+small = {{"backbone." + name: str(size) for name, size in sizes.items()}}
+small |= {{"train.steps": "3", "train.batch": "4", "eval.samples": "20", "eval.nfe": "1,2"}}
+for method in "mdlm", "vadd", "emoe":
+    for recipe, more in ("toy-8modes-" + method, {{"domain.points": "50"}}), ("rows-" + method, {{"domain.path": "rows.npy"}}):
+        run = train(recipe, "runs/" + recipe, settings=small | more, device="cpu")
+        assert run.step == 3 and run.sample(5, 2).shape == (5, run.domain.space.length)
+        assert evaluate(run.method, run.domain, run.experiment)
+        assert load_run("runs/" + recipe, device="cpu").step == 3
+        assert main(["eval", "runs/" + recipe, "--device", "cpu"]) == 0
+assert main(["sample", "runs/rows-emoe", "--device", "cpu"]) == 0
+assert main(["train", "rows-emoe", "--run", "x", "--tensorboard", "--domain.path", "rows.npy", "--train.steps", "1"]) == 2
+assert all(sys.modules[name] is None for name in optional)
+print("through")
+"""
+
+
+def test_training_sampling_and_evaluation_without_optional_packages(tmp_path: Path) -> None:
+    script = f"import os; os.chdir({str(tmp_path)!r})\n" + WITHOUT.format(optional=OPTIONAL)
+    done = python(script)
+    assert done.returncode == 0 and done.stdout.endswith("through\n"), done.stderr
+    assert "tensorboard: the package is missing; pip install emoe[track]" in done.stderr
+    assert "step 3/3 (100.0%)" in done.stderr  # plain lines in place of a bar
