@@ -29,8 +29,7 @@ def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Ste
     domain = experiment.domain.build(0)
     method = experiment.build_method(domain.space).to(device)
     train = experiment.train
-    if train.precision != "fp32":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
     return Stepper(
         method, domain.batches(train.batch, 0, device=device), method.ramps, experiment.optim,
         total=train.steps, rng=Rng(0, device=device), ema=train.ema, precision=train.precision, graph=train.cuda_graph,

@@ -26,7 +26,8 @@ from emoe.types import TokenSpace
 torch.set_num_threads(1)
 
 # Fresh weights route almost evenly and hardly tie positions together; these are far from both.
-SCALES = {".router.": 2.5, ".w_out": 6.0, ".b_out": 10.0, ".attention.out.": 4.0, "head.weight": 3.0}
+SCALES = {".token.": 5.0, ".position.": 5.0, ".w_out": 6.0, ".b_out": 10.0, ".attention.out.": 4.0, "head.weight": 3.0}
+ROUTER_BOUND = 2.5  # routers start at zero; here their weights are uniform within this, over the root of the width
 
 
 def build_tiny(
@@ -59,9 +60,13 @@ def build_tiny(
         torch.manual_seed(seed)
         space = TokenSpace(size=size, mask_id=mask_id, length=length)
         method = (config or EMoEConfig(experts=2)).build(space, TransformerConfig(depth=depth, **sizes)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in method.named_parameters():
             parameter.mul_(next((scale for part, scale in SCALES.items() if part in name), 1.0))
+            if ".router." in name:
+                bound = ROUTER_BOUND / sizes["width"] ** 0.5
+                parameter.uniform_(-bound, bound, generator=generator)
             if timeless and ".time.2." in name:
                 parameter.zero_()
     return method

@@ -322,6 +322,11 @@ def test_evaluation_is_recorded(trained: dict[str, Path], emoe_command: Command)
     file = json.loads(Path("new/r.json").read_text())
     assert file["rows"] == json.loads(out) and {row["method"] for row in file["rows"]} == {"mdlm", "emoe"}
     assert all((run / "eval.json").exists() for run in runs)
+    words = ["--nfe", 1, "--samples", 100, "--results", "new/r.json", "--json"]
+    code, out, _ = emoe_command("eval", runs[1], "--method.route-tau", 0, "--eval.batch", 50, *words)
+    assert {row["recipe"] for row in json.loads(out)} == {"toy-8modes-emoe method.route-tau=0"}
+    merged = json.loads(Path("new/r.json").read_text())["rows"]  # the ablation replaces nothing
+    assert [row for row in merged if "=" not in row["recipe"]] == file["rows"] and len(merged) == 6
     code, out, err = emoe_command("report", "new/r.json", "--run", runs[0], "--out", "report.html")
     assert code == 0 and out == "report.html\n" and "<html" in Path("report.html").read_text(encoding="utf-8")
 

@@ -206,6 +206,20 @@ def test_stopped_before_the_first_step(server: Server, whole: dict[str, Path], t
     assert_same(run, whole["emoe"])
 
 
+@pytest.mark.parametrize("command", [["eval", "--samples", "1000000"], ["sample", "--n", "1000000"]])
+def test_stopped_while_measuring_or_sampling(command: list[str], server: Server, whole: dict[str, Path]) -> None:
+    before = outcome(whole["emoe"])
+    for number, code in {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM}.items():
+        server.log.write_text("")
+        words = [command[0], str(whole["emoe"]), *command[1:], "--nfe", "1000", "--device", "cpu"]
+        pid = server.ask(words=words, log=str(server.log), environment={})
+        time.sleep(0.5)
+        os.kill(pid, number)
+        assert server.wait(pid) == code
+        assert server.log.read_text() == (f"emoe {command[0]}: stopped\n" if code == 130 else "")
+    assert outcome(whole["emoe"]) == before
+
+
 def test_one_trainer_for_each_folder(server: Server, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = server.start(run, steps=100_000)

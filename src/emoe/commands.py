@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -220,7 +221,10 @@ def cmd_eval(words: list[str]) -> int:
         files = [run.path / "eval.json", *([Path(args.results)] if args.results else [])]
         for file in files:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
-        rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
+        # Another way of sampling is another recipe, so that it does not replace the run's own numbers.
+        changes = [f"{name}={value}" for name, value in sorted(settings.items()) if not name.startswith("eval.")]
+        experiment = dataclasses.replace(run.experiment, name=" ".join([run.experiment.name, *changes]))
+        rows = evaluate(run.method, run.domain, experiment, nfe=nfe, samples=samples, seed=seed)
         info = RunInfo(
             command=command_line("eval", words),
             wall_s=round(time.monotonic() - began, 1),

@@ -110,7 +110,7 @@ def test_tokens_positions_time_cond_and_marks_reach_the_output():
     other_t[0] += 0.01
     changed = {
         "token": run(x=torch.tensor([[2, 3], [1, 2]])),
-        "order": run(x=torch.tensor([[3, 0], [1, 2]])).flip(1),
+        "order": run(x=x.flip(1), marks=marks.flip(1)).flip(1),
         "time": run(t=other_t),
         "cond": run(cond=other_cond),
         "marks": run(marks=torch.zeros_like(marks)),

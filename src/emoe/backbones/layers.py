@@ -50,11 +50,17 @@ class Attention(nn.Module):
 
 
 class RoutedMLP(nn.Module):
-    """The feed-forward part of a block: a linear router and the experts it chooses from."""
+    """The feed-forward part of a block: a linear router and the experts it chooses from.
+
+    The router starts at zero: all experts are equally likely, and posterior and prior agree, until there is a reason
+    for them not to (docs/decisions/0015-initialisation.md).
+    """
 
     def __init__(self, width: int, hidden: int, experts: int, dispatch: Dispatch):
         super().__init__()
         self.router = nn.Linear(width, experts)
+        nn.init.zeros_(self.router.weight)
+        nn.init.zeros_(self.router.bias)
         self.experts = RoutedExperts(width, hidden, experts, dispatch)
 
     def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:

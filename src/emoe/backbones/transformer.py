@@ -19,6 +19,11 @@ from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
 
+# The default of 1 drowns what attention adds, so that a router sees its own token and little of the others; at 0.02 some
+# runs did not find their latent at all (docs/log.md, 2026-11-15).
+EMBEDDING_STD = 0.2
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(BackboneConfig, kind="transformer"):
     """Sizes as in Table "Toy hyperparameters"."""
@@ -87,6 +92,8 @@ class Trunk(nn.Module):
         self.time_size = config.time_size
         self.token = nn.Embedding(space.size, config.width)
         self.position = nn.Embedding(space.length, config.width)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=EMBEDDING_STD)
         self.time = nn.Sequential(
             nn.Linear(config.time_size, config.width), nn.SiLU(), nn.Linear(config.width, config.width)
         )

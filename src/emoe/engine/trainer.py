@@ -86,8 +86,8 @@ def fit(
         checkpoint.StorageError: A checkpoint cannot be written or read.
         NumericFailure: The loss stays non-finite; the parameters are those of the last good step.
     """
-    if train.precision != "fp32":
-        torch.set_float32_matmul_precision("high")
+    # A setting of the whole process: said in both cases, so that no earlier run decides.
+    torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
     folder = run_dir / "checkpoints"
     watched = contextlib.nullcontext(stop) if stop is not None else StopSignal()
     with RunLock(run_dir), watched as stop:
