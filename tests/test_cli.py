@@ -93,7 +93,7 @@ def test_help_is_fast_and_imports_nothing_heavy(emoe_command: Command) -> None:
     assert min(took) < 0.5
     script = (
         "import sys; from emoe.cli import main\n"
-        "for words in '--help', '--version', 'trian', 'train --help', 'sample x --nfe 0': main(words.split())\n"
+        "for words in '--help', '--version', 'trainn', 'train --help', 'sample x --nfe 0': main(words.split())\n"
         "sys.exit(bool({'torch', 'numpy', 'matplotlib', 'rich'} & set(sys.modules)))"
     )
     done = shell("-c", script)
@@ -140,12 +140,12 @@ def test_train_help_shows_the_fields_of_the_chosen_kind(emoe_command: Command) -
 
 
 REFUSED = {
-    "command": ("trian toy-8modes-emoe", ["no command 'trian'", "did you mean 'train'?"]),
+    "command": ("trainn toy-8modes-emoe", ["no command 'trainn'", "did you mean 'train'?"]),
     "recipe": ("train toy-8modes-emo", ["recipe: 'toy-8modes-emo'", "did you mean 'toy-8modes-emoe'?"]),
     "recipe of list": ("list toy-8mode-emoe", ["recipe: ", "did you mean 'toy-8modes-emoe'?"]),
     "no recipe": ("train", ["arguments are required: recipe", "emoe train --help"]),
     "field": ("train toy-8modes-emoe --method.topk 2", ["method.topk: no such field", "did you mean 'method.top-k'?"]),
-    "group": ("train toy-8modes-emoe --trian.steps 2", ["trian.steps: ", "did you mean 'train.steps'?"]),
+    "group": ("train toy-8modes-emoe --trainn.steps 2", ["trainn.steps: ", "did you mean 'train.steps'?"]),
     "field without group": ("train toy-8modes-emoe --steps 2", ["'--steps'", "did you mean 'train.steps'?"]),
     "flag": ("train toy-8modes-emoe --reusme", ["'--reusme'", "did you mean 'resume'?"]),
     "flag cut short": ("train toy-8modes-emoe --res", ["'--res'"]),
@@ -196,7 +196,7 @@ REFUSED = {
     "seed of an evaluation": ("eval x --seed x", ["seed: expected whole numbers >= 0"]),
     "no run folder": ("sample x", ["run: x is no run folder", "emoe train RECIPE"]),
     "no run folder to measure": ("eval x y", ["run: x is no run folder"]),
-    "study": ("reproduce toi", ["study: 'toi' is not known", "did you mean 'toy'?"]),
+    "study": ("reproduce toyy", ["study: 'toyy' is not known", "did you mean 'toy'?"]),
     "method of a study": ("reproduce toy --methods emo", ["did you mean 'toy-8modes-emoe'?"]),
     "density of a study": ("reproduce toy --densities 9-modes", ["densities: '9-modes'", "8-modes, swiss-roll"]),
     "seeds of a study": ("reproduce toy --seeds one", ["seeds: expected whole numbers >= 0"]),
@@ -222,7 +222,7 @@ def test_all_problems_are_told_at_once(emoe_command: Command) -> None:
 
 def test_data_that_cannot_be_used(emoe_command: Command, empty_folder: Path) -> None:
     code, out, err = emoe_command("train", "rows-emoe")
-    assert code == 3 and not out and "--domain.path takes a .npy, .npz or .csv file" in err and err.count("\n") == 1
+    assert code == 3 and not out and "domain.path: give the file to train on" in err and err.count("\n") == 1
     np.save("real.npy", np.array([[0.5, 1.0], [1.0, 0.0]]))
     Path("ragged.csv").write_text("0,1\n1\n")
     Path("cut.npy").write_bytes(Path("real.npy").read_bytes()[:-3])
@@ -296,10 +296,10 @@ def test_greedy_routes_at_sampling(trained: dict[str, Path], emoe_command: Comma
     before = (run / "experiment.json").read_bytes()
     drawn = {
         tau: emoe_command("sample", run, "--n", 200, "--json", *(["--method.route-tau", tau] if tau else []))
-        for tau in ("", "1", "0", "0.5")
+        for tau in ("", "1", "0")
     }
     assert all(code == 0 for code, _, _ in drawn.values())
-    assert drawn[""][1] == drawn["1"][1] and len({out for _, out, _ in drawn.values()}) == 3
+    assert drawn[""][1] == drawn["1"][1] != drawn["0"][1]
     assert (run / "experiment.json").read_bytes() == before
     code, _, err = emoe_command("sample", run, "--method.route-tau", "-1")
     assert code == 2 and "method.route_tau: must be >= 0, got -1.0" in err
@@ -324,9 +324,10 @@ def test_evaluation_is_recorded(trained: dict[str, Path], emoe_command: Command)
     assert all((run / "eval.json").exists() for run in runs)
     words = ["--nfe", 1, "--samples", 100, "--results", "new/r.json", "--json"]
     code, out, _ = emoe_command("eval", runs[1], "--method.route-tau", 0, "--eval.batch", 50, *words)
-    assert {row["recipe"] for row in json.loads(out)} == {"toy-8modes-emoe method.route-tau=0"}
+    (recipe,) = {row["recipe"] for row in json.loads(out)}
+    assert recipe.startswith("toy-8modes-emoe ") and "train.steps=20" in recipe and "method.route-tau=0" in recipe
     merged = json.loads(Path("new/r.json").read_text())["rows"]  # the ablation replaces nothing
-    assert [row for row in merged if "=" not in row["recipe"]] == file["rows"] and len(merged) == 6
+    assert [row for row in merged if "route-tau" not in row["recipe"]] == file["rows"] and len(merged) == 6
     code, out, err = emoe_command("report", "new/r.json", "--run", runs[0], "--out", "report.html")
     assert code == 0 and out == "report.html\n" and "<html" in Path("report.html").read_text(encoding="utf-8")
 

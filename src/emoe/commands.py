@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emoe.cli import Parser
-from emoe.config import Config, ConfigError, allowed_range, hint, override, paths, to_dict, type_name
+from emoe.config import Config, ConfigError, allowed_range, hint, paths, to_dict, type_name
 
 if TYPE_CHECKING:
     from emoe.evaluation.results import Results
@@ -102,11 +101,12 @@ def cmd_train(words: list[str]) -> int:
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events into the run folder")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     args, unknown = parser.parse_known_args([word for word in rest if not (wants_fields and word in ("-h", "--help"))])
+    from emoe.experiment import customise
     from emoe.recipes import get_recipe
 
     recipe = get_recipe(args.recipe)
     parser.refuse(unknown, [path.replace("_", "-") for path, *_ in paths(recipe)])
-    experiment = override(recipe, settings)
+    experiment = customise(recipe, settings)
     if wants_fields:
         parser.print_help()
         print(f"\nfields of {args.recipe} and their values:")
@@ -114,7 +114,7 @@ def cmd_train(words: list[str]) -> int:
         return 0
     from emoe.runs import train
 
-    folder = args.run or f"runs/{experiment.name}-seed{experiment.seed}"
+    folder = args.run or f"runs/{experiment.name.replace(' ', '_')}-seed{experiment.seed}"
     run = train(
         experiment, folder, resume=args.resume, device=args.device, quiet=args.quiet, tensorboard=args.tensorboard
     )
@@ -221,10 +221,7 @@ def cmd_eval(words: list[str]) -> int:
         files = [run.path / "eval.json", *([Path(args.results)] if args.results else [])]
         for file in files:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
-        # Another way of sampling is another recipe, so that it does not replace the run's own numbers.
-        changes = [f"{name}={value}" for name, value in sorted(settings.items()) if not name.startswith("eval.")]
-        experiment = dataclasses.replace(run.experiment, name=" ".join([run.experiment.name, *changes]))
-        rows = evaluate(run.method, run.domain, experiment, nfe=nfe, samples=samples, seed=seed)
+        rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
         info = RunInfo(
             command=command_line("eval", words),
             wall_s=round(time.monotonic() - began, 1),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from emoe.backbones.base import BackboneConfig
-from emoe.config import Config, ConfigError, from_dict, option, to_dict
+from emoe.config import Config, ConfigError, from_dict, option, override, to_dict
 from emoe.domains.base import DomainConfig
 from emoe.engine.durable import replace_file
 from emoe.engine.optim import OptimConfig
@@ -84,6 +85,39 @@ class Experiment(Config):
             return from_dict(cls, data)
         except ConfigError as error:
             raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
+
+
+# Fields that do not change what is trained, or of which results have a column of their own.
+NEUTRAL = (
+    "name",
+    "seed",
+    "domain.path",
+    "domain.key",
+    "eval.",
+    "train.log-",
+    "train.save-",
+    "train.keep",
+    "train.cuda-",
+)
+
+
+def customise(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
+    """A copy with fields set from text (see `override`); its name says what was changed.
+
+    `toy-8modes-emoe` with 50 steps becomes `toy-8modes-emoe train.steps=50`, so that the results of a changed recipe
+    never pass for the recipe's own, nor replace them.
+    """
+    changed = override(experiment, settings)
+    moved = [line.partition(":")[0] for line in differences(experiment, changed)]
+    told = [
+        f"{name.replace('_', '-')}={text}"
+        for name, text in sorted(settings.items())
+        if not name.replace("_", "-").startswith(NEUTRAL)
+        and any(f"{field}.".startswith(f"{name.replace('-', '_')}.") for field in moved)
+    ]
+    if not told or "name" in settings:
+        return changed
+    return dataclasses.replace(changed, name=" ".join([experiment.name, *told]))
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from emoe.config import ConfigError, override
+from emoe.config import ConfigError
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
 from emoe.engine.lock import RunLock
 from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
 from emoe.engine.trainer import FitResult, fit
-from emoe.experiment import Experiment, differences
+from emoe.experiment import Experiment, customise, differences
 from emoe.methods.base import Method
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
@@ -29,6 +31,7 @@ from emoe.rng import Rng, derive_seed
 Weights = Literal["auto", "ema", "model"]
 # A resumed run may change these without changing what it computes.
 ELASTIC = (
+    "name",  # says what was changed, which the other fields say better
     "train.log_every",
     "train.save_every",
     "train.keep",
@@ -50,10 +53,10 @@ class Run:
     step: int
     result: FitResult | None = None
 
-    def sample(self, n: int, nfe: int, seed: int = 0) -> torch.Tensor:
-        """Draw `n` rows with `nfe` network calls."""
+    def sample(self, n: int, nfe: int, seed: int = 0, *, given: Int[Tensor, "n L"] | None = None) -> Int[Tensor, "n L"]:
+        """Draw `n` rows with `nfe` network calls; tokens of `given` that are not the mask stay as they are."""
         device = next(self.method.parameters()).device
-        return self.method.sample(n, nfe, Rng(derive_seed(seed, "sample"), device=device))
+        return self.method.sample(n, nfe, Rng(derive_seed(seed, "sample"), device=device), given=given)
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -93,7 +96,7 @@ def train(
     """
     path = Path(run_dir)
     experiment = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    experiment = override(experiment, settings or {})
+    experiment = customise(experiment, settings or {})
     where = pick_device(device)
     domain = experiment.domain.build(experiment.seed)
     method = experiment.build_method(domain.space).to(where)
@@ -109,7 +112,7 @@ def train(
         rng=Rng(derive_seed(experiment.seed, "train"), device=where),
         run_dir=path,
         resume=resume,
-        label=f"{experiment.name} seed {experiment.seed}",
+        label=f"{experiment.name.partition(' ')[0]} seed {experiment.seed}",
         quiet=quiet,
         tensorboard=tensorboard,
         stop=stop,
@@ -164,7 +167,7 @@ def load_run(
     path, where = Path(path), pick_device(device)
     if not (path / "experiment.json").exists():
         raise ConfigError([f"run: {path} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
-    experiment = override(Experiment.load(path / "experiment.json"), settings or {})
+    experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
     saved = checkpoint.load_latest(path / "checkpoints")
     if saved is None:
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])

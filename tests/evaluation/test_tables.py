@@ -133,7 +133,7 @@ def test_unknown_methods_get_a_row_of_their_own():
 
 
 def test_conventions_get_a_column_and_the_paper_a_line():
-    fields = dict(task="mnist", data="binarized-mnist", metric="bpd", nfe=None)
+    fields = dict(task="mnist", data="binarized-mnist", recipe="mnist-emoe", metric="bpd", nfe=None)
     rows = [row("emoe", 0.0614, convention=name, **fields) for name in ("objective", "bound@64")]
     table = grid_markdown(metric_grid(Results().add(RUN, rows), "mnist", "bpd"))
     assert table.splitlines()[0] == "| Method | Convention | binarized MNIST |"
@@ -188,3 +188,9 @@ def test_a_grid_prints_one_table_per_density(capsys):
     print_grid(toy_grid(toy_results(), "overlap"))
     out = capsys.readouterr().out
     assert out.count("Overlap (%)") == 2 and "8-modes" in out and "78.0* ±0.6" in out
+
+
+def test_the_paper_stays_away_from_settings_that_are_not_its_own():
+    for recipe in ("demo-emoe", "toy-8modes-emoe train.steps=50"):
+        table = toy_table(Results().add(RUN, [row("emoe", 80.0, recipe=recipe)]))
+        assert "*(" not in table and cells(table, "E-MoE")[0] == "**80.0**"

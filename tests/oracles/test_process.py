@@ -364,7 +364,7 @@ def test_emoe_learns_two_equal_bits_in_one_step(tiny):
 
     From most starts it stays at the best factorised step; one start that leaves it shows what the model can hold.
     """
-    for seed in (1, 4, 11):
+    for seed in (23, 26, 20):
         exact = Enumeration(tiny(size=3, mask_id=2, seed=seed))
         optimiser = torch.optim.Adam(exact.method.parameters(), lr=0.02)
         for _ in range(200):

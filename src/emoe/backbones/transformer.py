@@ -18,9 +18,8 @@ from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
-
-# The default of 1 drowns what attention adds, so that a router sees its own token and little of the others; at 0.02 some
-# runs did not find their latent at all (docs/log.md, 2026-11-15).
+# With the default of 1 a token's own embedding drowns what attention adds, so that its router sees little of the
+# others; at 0.02 some runs did not find their latent at all (docs/decisions/0015-initialisation.md).
 EMBEDDING_STD = 0.2
 
 

@@ -42,8 +42,8 @@ class OptimConfig(Config):
 class Optimizer:
     """One update: clip, refuse non-finite gradients, Adam, moving average. No host synchronisation anywhere.
 
-    A step whose gradient norm is not finite changes nothing; `skipped` counts such steps, `skipped_in_row` those
-    since the last good one. The learning rate is a tensor, so a captured CUDA graph sees its changes.
+    A step whose loss or gradient norm is not finite changes nothing; `skipped` counts such steps, `skipped_in_row`
+    those since the last good one. The learning rate is a tensor, so a captured CUDA graph sees its changes.
     """
 
     def __init__(self, module: nn.Module, config: OptimConfig, *, ema: float, lr: Tensor, ema_decay: Tensor):
@@ -71,11 +71,11 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Apply the gradients."""
+    def step(self, loss: Tensor) -> None:
+        """Apply the gradients of `loss`."""
         grads = [p.grad for p in self.params if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        bad = (~torch.isfinite(norm)).to(torch.float32)
+        bad = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
         # The fused kernels leave parameters and moments alone where found_inf is 1 (the protocol of GradScaler).

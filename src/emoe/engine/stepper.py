@@ -96,7 +96,7 @@ class Stepper:
         with cast:
             loss = self.module(batch, self.knobs, self.rng)
         loss.total.backward()
-        self.optimizer.step()
+        self.optimizer.step(loss.total.detach())
         return Loss(loss.total.detach(), {name: value.detach() for name, value in loss.log.items()})
 
     def _warm_up(self, batch: Tensor) -> None:

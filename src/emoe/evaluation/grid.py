@@ -167,8 +167,9 @@ def metric_grid(results: Results, task: str, metric: str, *, seeds: Collection[i
     for method in order:
         ours = [row for row in rows if row.method == method]
         found = sorted({row.convention for row in ours}, key=lambda name: (name is not None, name))
-        # The paper's figures belong beside its own settings, the recipes of the task, not beside smaller ones.
-        comparable = not ours or any(str(row.recipe).startswith(f"{task}-") for row in ours)
+        # The paper's figures belong beside its own settings: the recipes of the task with no field changed.
+        recipes = {str(row.recipe) for row in ours or rows if row.method not in REFERENCES}
+        comparable = any(name.startswith(f"{task}-") and " " not in name for name in recipes) or not recipes
         figures = tuple(paper_value(task, c.data, method, metric, c.nfe) if comparable else None for c in columns)
         reported = any(figure is not None for figure in figures)
         for convention in found or ([None] if reported and not named else []):

@@ -27,6 +27,8 @@ IDENTITY = ("task", "data", "method", "recipe", "seed", "nfe", "metric", "conven
 class ResultsError(ValueError):
     """Results that break the contract: one line per fault, with the file, the place and the key."""
 
+    exit_code = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import sys
 import threading
@@ -99,6 +98,7 @@ class Study:
 
     def _one(self, experiment: Experiment, stop: StopSignal, shares: Shares) -> str:
         """Train and measure one experiment; returns a line about it."""
+        label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
         with self._own_stream():
             run = train(
                 experiment,
@@ -106,7 +106,7 @@ class Study:
                 resume=True,
                 device=str(self.device),
                 stop=stop,
-                progress=shares.of(f"{experiment.name} seed {experiment.seed}"),
+                progress=shares.of(label),
             )
             assert run.result is not None
             if run.result.signal is not None:
@@ -123,7 +123,7 @@ class Study:
         self.add(rows)
         first = min(experiment.eval.nfe)
         values = ", ".join(f"{row.metric} {row.value:.1f}" for row in rows if row.nfe == first)
-        return f"{experiment.name} seed {experiment.seed}: {run.result.seconds:.1f} s; NFE {first}: {values}"
+        return f"{label}: {run.result.seconds:.1f} s; NFE {first}: {values}"
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """One CUDA stream for each worker thread, kept over its runs: streams come from a pool of few."""
@@ -178,15 +178,24 @@ class Share(Progress):
 def run_name(experiment: Experiment) -> str:
     """Folder of an experiment: readable, and different for every difference in what it says."""
     digest = hashlib.sha256(json.dumps(to_dict(experiment), sort_keys=True).encode()).hexdigest()[:8]
-    return f"{experiment.name}-seed{experiment.seed}-{digest}"
+    return f"{experiment.name.partition(' ')[0]}-seed{experiment.seed}-{digest}"
 
 
 def make_study(
     command: str, words: list[str], *, folder: Path, results: Path, device: str, quiet: bool, jobs: int = 0
 ) -> Study:
-    """A study of a command line; `jobs` 0 means 6 runs at once on a GPU, as many as there are cores on a CPU."""
-    text = shlex.join(["emoe", *command.split(), *words])
+    """A study of a command line; `jobs` 0 means 6 runs at once on a GPU, and one per thread of torch on a CPU."""
     where = pick_device(device)
-    return Study(
-        folder, results, text, where, quiet, jobs or (6 if where.type == "cuda" else len(os.sched_getaffinity(0)))
-    )
+    count = jobs or (6 if where.type == "cuda" else torch.get_num_threads())
+    return Study(folder, results, _what_matters(command, words), where, quiet, count)
+
+
+def _what_matters(command: str, words: list[str]) -> str:
+    """The command line for the record, without where things go: that changes no number and is nobody's business."""
+    places = ("--runs", "--results", "--out")
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if before not in places and word.partition("=")[0] not in places
+    ]
+    return shlex.join(["emoe", *command.split(), *kept])

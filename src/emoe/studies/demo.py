@@ -7,14 +7,13 @@ from pathlib import Path
 
 from emoe.cli import Parser
 from emoe.commands import split_settings
-from emoe.config import override
 from emoe.evaluation.curves import Curves, read_curve
 from emoe.evaluation.grid import METHODS, toy_grid
 from emoe.evaluation.report import Picture, write_report
 from emoe.evaluation.results import Results
 from emoe.evaluation.tables import print_grid
 from emoe.evaluation.toy_report import toy_sections
-from emoe.experiment import Experiment
+from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.studies.base import make_study
 from emoe.studies.toy import reference_rows
@@ -39,7 +38,7 @@ def main(words: list[str]) -> int:
     study = make_study(
         "demo", words, folder=folder, results=folder / "results.json", device=args.device, quiet=args.quiet
     )
-    study.run([override(get_recipe(name), settings) for name in EXPERIMENTS])
+    study.run([customise(get_recipe(name), settings) for name in EXPERIMENTS])
     results = study.add(reference_rows(study))
     seed = study.runs[0].experiment.seed
     toy = study.runs[0].domain

@@ -9,7 +9,7 @@ import torch
 
 from emoe.cli import Parser
 from emoe.commands import parse_numbers, split_settings
-from emoe.config import ConfigError, override
+from emoe.config import ConfigError
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.figures import grid_picture
@@ -18,6 +18,7 @@ from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.grid import METHODS, toy_grid
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import print_grid, toy_tables
+from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.rng import derive_seed
 from emoe.studies.base import Pools, Study, make_study
@@ -49,7 +50,7 @@ def main(words: list[str]) -> int:
     (jobs,) = parse_numbers("jobs", args.jobs, low=0, high=64)
     seeds = parse_numbers("seeds", args.seeds, low=0)
     experiments = [
-        override(get_recipe(f"{_prefix(density)}-{method}"), {**settings, "seed": str(seed)})
+        customise(get_recipe(f"{_prefix(density)}-{method}"), {**settings, "seed": str(seed)})
         for seed in seeds
         for density in args.densities.split(",")
         for method in args.methods.split(",")
@@ -61,7 +62,7 @@ def main(words: list[str]) -> int:
     )  # fmt: skip
     study.run(experiments)
     results = study.add(reference_rows(study))
-    (folder / "toy.md").write_text(toy_tables(results))
+    (folder / "toy.md").write_text(toy_tables(results), encoding="utf-8")
     shown = {run.domain.name: run.domain for run in study.runs if run.experiment.seed == seeds[0]}
     figures(study.pools, shown, seeds[0], folder / "figures")
     for metric in ("validity", "overlap"):

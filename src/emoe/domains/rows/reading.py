@@ -46,6 +46,8 @@ def read(path: Path, key: str | None = None) -> Table:
     Raises:
         DataError: The file is missing, of another type, damaged, or does not hold numbers.
     """
+    if path == Path():
+        raise DataError("domain.path: give the file to train on: --domain.path data.npy (.npy, .npz or .csv)")
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{path}: {what}; --domain.path takes a .npy, .npz or .csv file, one row per example")
