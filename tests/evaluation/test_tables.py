@@ -193,4 +193,4 @@ def test_a_grid_prints_one_table_per_density(capsys):
 def test_the_paper_stays_away_from_settings_that_are_not_its_own():
     for recipe in ("demo-emoe", "toy-8modes-emoe train.steps=50"):
         table = toy_table(Results().add(RUN, [row("emoe", 80.0, recipe=recipe)]))
-        assert "*(" not in table and cells(table, "E-MoE")[0] == "**80.0**"
+        assert "*(" not in table and "80.0" in cells(table, "E-MoE")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jaxtyping
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
@@ -9,6 +10,7 @@ from enumeration import ALPHA, Enumeration, chi_square
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.layers import SHORT, Attention, short_attention, time_features
 from emoe.backbones.transformer import TransformerConfig
+from emoe.diffusion.masking import mask_tokens
 from emoe.evaluation.pools import count_calls, draw_pool
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLM, MDLMConfig
@@ -44,6 +46,13 @@ def test_backbone_names_what_it_cannot_give(monkeypatch: pytest.MonkeyPatch):
     lines = list(TransformerConfig().refusals(everything))
     assert [line.split("'")[3] for line in lines] == ["cond", "encoder", "marks"]
     assert not list(TransformerConfig().refusals(Wants(experts=8)))
+
+
+def test_wrong_shapes_are_refused_while_testing():
+    """The checks that tests/conftest.py installs are on: two rows cannot have three alphas."""
+    pytest.importorskip("beartype")
+    with pytest.raises(jaxtyping.TypeCheckError):
+        mask_tokens(torch.zeros(2, 4, dtype=torch.long), torch.ones(3), 1, torch.Generator())
 
 
 # --- The network -------------------------------------------------------------------------------------------------

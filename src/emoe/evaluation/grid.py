@@ -207,15 +207,19 @@ def plain_recipe(rows: list[Row]) -> list[Row]:
     """Of the rows of one method on one data set, those of its main recipe: ablations stay out of a mean.
 
     The main recipe is the only one there is or, among several, the one whose name begins with the task's name
-    and ends in the method's (`toy-8modes-emoe`; neither `demo-emoe` nor `toy-8modes-emoe-greedy`).
+    and ends in the method's (`toy-8modes-emoe`; neither `demo-emoe` nor `toy-8modes-emoe method.route-tau=0`).
     """
     recipes = sorted({str(row.recipe) for row in rows})
     if len(recipes) < 2:
         return rows
     task, method = rows[0].task, rows[0].method
     ours = [name for name in recipes if name.startswith(f"{task}-")] or recipes
-    # A yardstick is the same beside every recipe it was measured with: take one of them.
-    plain = ours[:1] if method in REFERENCES else [name for name in ours if name.endswith(f"-{method}")]
+    plain = [name for name in ours if name.partition(" ")[0].endswith(f"-{method}")]
+    # A changed field is a further word of the name: the recipe with the fewest of them is the one that was changed.
+    fewest = min((name.count(" ") for name in plain), default=0)
+    plain = [name for name in plain if name.count(" ") == fewest]
+    if method in REFERENCES:  # the same beside every recipe it was measured with: take one of them
+        plain = ours[:1]
     if len(plain) != 1:
         raise ResultsError(f"cannot tell the main recipe of {method} from {', '.join(recipes)}")
     return [row for row in rows if str(row.recipe) == plain[0]]
