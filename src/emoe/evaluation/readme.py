@@ -15,7 +15,7 @@ from pathlib import Path
 from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import DATA, METHODS, table_rows, toy_grid
 from emoe.evaluation.results import Results, ResultsError, RunInfo
-from emoe.evaluation.tables import seeds_and_samples, toy_note, toy_table
+from emoe.evaluation.tables import markdown_table, seeds_and_samples, toy_note, toy_table
 
 Generator = Callable[[Path], str]
 GENERATORS: dict[str, Generator] = {}
@@ -188,6 +188,21 @@ def toy_gaps(results: Results) -> str:
             ours = f"validity {cell.value:.1f}{error}"
             sentences.append(f"{head} {ours}, the paper reports {cell.paper:.1f}: {gap} points ({also}).")
     return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
+
+
+@results_block("toy-steps", "benchmark")
+def toy_steps(results: Results) -> str:
+    """Time of a training step of each toy method, and its ratio to MDLM's in the same run."""
+    lines = []
+    for data in sorted({row.data for row in results.select(metric="step_ms")}):
+        run = results.runs[results.select(metric="step_ms", data=data)[0].run]
+        cells = []
+        for method in ("mdlm", "vadd", "emoe"):
+            (step,) = results.select(metric="step_ms", data=data, method=method)
+            (ratio,) = results.select(metric="step_ratio_to_mdlm", data=data, method=method)
+            cells.append(f"{step.value:.2f} ms ({ratio.value:.2f}x)")
+        lines.append([f"{run.device}, torch {run.torch}", *cells])
+    return markdown_table(["One training step", "MDLM", "VADD", "E-MoE"], lines)
 
 
 if __name__ == "__main__":
