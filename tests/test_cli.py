@@ -266,12 +266,18 @@ def test_train_sample_eval(domain: str, method: str, trained: dict[str, Path], e
     plain = emoe_command("sample", run, "--n", 7, "--nfe", 2)[1]
     assert [[int(word) for word in line.split()] for line in plain.splitlines()] == drawn["samples"]
 
-    code, out, err = emoe_command("eval", run, "--json")
+    code, out, err = emoe_command("eval", run, "--json", "--likelihood", "none")
     rows = json.loads(out)
     metrics = {"validity", "overlap"} | ({"pair_overlap"} if domain == "rows" else set())
     assert code == 0 and {(row["metric"], row["nfe"]) for row in rows} == {(m, n) for m in metrics for n in (1, 2)}
     assert all(row["method"] == method and 0 <= row["value"] <= 100 for row in rows)
-    assert emoe_command("eval", run, "--nfe", 1, "--samples", 50)[0] == 0  # the table, without --json
+    words = ["--nfe", 1, "--samples", 50, "--rows", 40, "--likelihood", "objective bound@2 iw@2,3"]
+    rows = [row for row in json.loads(emoe_command("eval", run, *words, "--json")[1]) if row["convention"]]
+    units = {(row["metric"], row["convention"]) for row in rows}
+    assert units == {(m, c) for m in ("nll", "bpd", "ppl") for c in ("objective", "bound@2", "iw@2,3")}
+    assert all(row["nfe"] is None and row["n"] == 40 and row["stderr"] > 0 for row in rows)
+    code, out, _ = emoe_command("eval", run, *words)  # tables, without --json: nothing unnamed, nothing unexplained
+    assert code == 0 and "not a bound" in out and "bounds the NLL of the 2-step sampler" in out
 
 
 def test_rows_recipes_take_size_and_length_from_the_file(trained: dict[str, Path], rows_file: Path) -> None:
@@ -316,13 +322,15 @@ def test_fields_that_do_not_fit_the_weights(trained: dict[str, Path], emoe_comma
 
 
 def test_evaluation_is_recorded(trained: dict[str, Path], emoe_command: Command) -> None:
-    runs = [trained["toy-8modes-mdlm"], trained["toy-8modes-emoe"]]
-    code, out, _ = emoe_command("eval", *runs, "--nfe", 1, "--samples", 100, "--results", "new/r.json", "--json")
+    runs, plain = [trained["toy-8modes-mdlm"], trained["toy-8modes-emoe"]], ["--likelihood", "none"]
+    code, out, _ = emoe_command(
+        "eval", *runs, "--nfe", 1, "--samples", 100, "--results", "new/r.json", "--json", *plain
+    )
     assert code == 0
     file = json.loads(Path("new/r.json").read_text())
     assert file["rows"] == json.loads(out) and {row["method"] for row in file["rows"]} == {"mdlm", "emoe"}
     assert all((run / "eval.json").exists() for run in runs)
-    words = ["--nfe", 1, "--samples", 100, "--results", "new/r.json", "--json"]
+    words = ["--nfe", 1, "--samples", 100, "--results", "new/r.json", "--json", *plain]
     code, out, _ = emoe_command("eval", runs[1], "--method.route-tau", 0, "--eval.batch", 50, *words)
     (recipe,) = {row["recipe"] for row in json.loads(out)}
     assert recipe.startswith("toy-8modes-emoe ") and "train.steps=20" in recipe and "method.route-tau=0" in recipe

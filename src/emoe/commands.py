@@ -14,7 +14,11 @@ from emoe.cli import Parser
 from emoe.config import Config, ConfigError, allowed_range, hint, paths, to_dict, type_name
 
 if TYPE_CHECKING:
-    from emoe.evaluation.results import Results
+    from collections.abc import Iterable, Sequence
+
+    from emoe.evaluation.results import Results, Row
+    from emoe.runs import Run
+    from emoe.types import Convention
 
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
 LARGEST_SEED = 2**63 - 1
@@ -196,11 +200,22 @@ def cmd_sample(words: list[str]) -> int:
 def cmd_eval(words: list[str]) -> int:
     """Measure a run."""
     rest, settings = split_settings(words)
-    parser = Parser(prog="emoe eval", description="Draw samples at each NFE and measure them. One or more runs.")
+    parser = Parser(
+        prog="emoe eval",
+        description="Draw samples at each NFE and measure them, and estimate named likelihoods. One or more runs.",
+    )
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--nfe", help="numbers of network calls, such as 1,2,4; default: the recipe's")
     parser.add_argument("--samples", help="rows for each NFE; default: the recipe's")
     parser.add_argument("--seed", help="seed of the draws; default: the run's")
+    parser.add_argument(
+        "--likelihood",
+        help="named likelihoods, such as 'objective bound@4 iw@4,64 nelbo'; none = leave them out (default: a few)",
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="toy: also the exact law at each NFE, without sampling noise"
+    )
+    parser.add_argument("--rows", default="2000", help="held-out rows for likelihoods (default 2000)")
     parser.add_argument("--results", help="also merge the rows into this results file")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -208,13 +223,17 @@ def cmd_eval(words: list[str]) -> int:
     nfe = None if args.nfe is None else parse_numbers("nfe", args.nfe)
     samples = None if args.samples is None else parse_number("samples", args.samples, low=2, high=10_000_000)
     seed = None if args.seed is None else parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
-    from emoe.evaluation.evaluate import evaluate
+    held_out = parse_number("rows", args.rows, high=10_000_000)
+    asked = parse_conventions(args.likelihood) if args.likelihood not in (None, "none") else None
+    from emoe.evaluation.evaluate import evaluate, evaluate_likelihood
     from emoe.evaluation.grid import metric_grid
+    from emoe.evaluation.likelihood import default_conventions
     from emoe.evaluation.results import Results, RunInfo, describe_machine, record
     from emoe.evaluation.tables import print_grid
     from emoe.runs import load_run
 
     results = Results()
+    conventions: dict[Convention, None] = {}
     for folder in args.runs:
         began = time.monotonic()
         run = load_run(folder, device=args.device, settings=settings)
@@ -222,6 +241,12 @@ def cmd_eval(words: list[str]) -> int:
         for file in files:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
         rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
+        if args.exact:
+            rows += exact_rows(run, nfe or run.experiment.eval.nfe)
+        if args.likelihood != "none":
+            names = default_conventions(run.method) if asked is None else asked
+            conventions |= dict.fromkeys(names)
+            rows += evaluate_likelihood(run.method, run.domain, run.experiment, names, rows=held_out, seed=seed)
         info = RunInfo(
             command=command_line("eval", words),
             wall_s=round(time.monotonic() - began, 1),
@@ -233,9 +258,64 @@ def cmd_eval(words: list[str]) -> int:
     if args.json:
         print(json.dumps([vars(row) for row in results.rows], indent=1))
     else:
-        for task, metric in dict.fromkeys((row.task, row.metric) for row in results.rows):
-            print_grid(metric_grid(results, task, metric))
+        for part in (results.only(convention=None), results.only(convention="exact")):
+            for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows):
+                print_grid(metric_grid(part, task, metric))
+        print_likelihoods(results.rows, list(conventions))
     return 0
+
+
+def exact_rows(run: Run, nfe: Iterable[int]) -> list[Row]:
+    """Validity, overlap, NLL and KL of the exact law of a toy run, convention `exact`."""
+    from emoe.domains.toy import Toy
+    from emoe.evaluation.evaluate import make_row
+    from emoe.evaluation.exact_toy import toy_measurements
+    from emoe.methods.base import MaskedDiffusion
+
+    if not isinstance(run.domain, Toy) or not isinstance(run.method, MaskedDiffusion):
+        raise ConfigError([f"exact: {run.path} is no toy run; the law of other domains is too large to enumerate"])
+    found = toy_measurements(run.method, run.domain, nfe)
+    return [
+        make_row(item, run.domain, run.experiment, nfe=steps, convention="exact")
+        for steps, items in found.items()
+        for item in items
+    ]
+
+
+def print_likelihoods(rows: Sequence[Row], conventions: list[Convention]) -> None:
+    """One line for each run and named likelihood: nats per row with its standard error, the other units, what it is."""
+    from emoe.evaluation.tables import console_table
+
+    lines = []
+    for recipe, seed in dict.fromkeys((row.recipe, row.seed) for row in rows if row.convention is not None):
+        for convention in conventions:
+            mine = [row for row in rows if (row.recipe, row.seed, row.convention) == (recipe, seed, str(convention))]
+            found = {row.metric: row for row in mine}
+            if "nll" in found:
+                gain = found.get("coordination_gain")
+                lines.append(
+                    [
+                        f"{recipe} seed {seed}",
+                        str(convention),
+                        f"{found['nll'].value:.3f} ±{found['nll'].stderr or 0:.3f}",
+                        f"{found['bpd'].value:.3f}",
+                        f"{found['ppl'].value:.2f}",
+                        convention.bounds + (f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""),
+                    ]
+                )
+    if lines:
+        header = ["Likelihood", "convention", "nats per row", "bits/dim", "perplexity", "what it is"]
+        console_table(header, lines)
+
+
+def parse_conventions(text: str) -> list[Convention]:
+    """Names of likelihoods, separated by spaces (`iw@4,64` holds a comma)."""
+    from emoe.types import Convention
+
+    try:
+        return [Convention.parse(word) for word in text.split()]
+    except ValueError as error:
+        raise ConfigError([f"likelihood: {error}"]) from None
 
 
 def read_results(path: Path) -> Results:
@@ -251,6 +331,57 @@ def read_results(path: Path) -> Results:
 def command_line(command: str, words: list[str]) -> str:
     """The command as a user would type it, for the record."""
     return shlex.join(["emoe", command, *words])
+
+
+def cmd_verify(words: list[str]) -> int:
+    """Check methods against exact laws."""
+    parser = Parser(
+        prog="emoe verify",
+        description="Check a trained run, or random tiny models of each method, against laws computed by enumeration: "
+        "probabilities, samplers, bounds and KL. Exits 1 if a check fails.",
+    )
+    parser.add_argument(
+        "run", nargs="?", help="run folder of a model small enough to enumerate (the toy); else tiny ones"
+    )
+    parser.add_argument("--method", help="only this kind of tiny model: mdlm, vadd or emoe")
+    parser.add_argument("--seed", default="0", help="seed of models and draws")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, cuda:N (default cpu)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(words)
+    seed = parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
+    from emoe.evaluation.tables import console_table
+    from emoe.methods.base import MaskedDiffusion
+    from emoe.runs import load_run
+    from emoe.verify import TINY, tiny_method, verify
+
+    cases = {}
+    if args.run:
+        run = load_run(args.run, device=args.device)
+        if not isinstance(run.method, MaskedDiffusion):
+            raise ConfigError([f"run: {args.run} holds no masked diffusion model; only those have an exact law here"])
+        cases[args.run] = (run.method, run.domain.fresh(20, seed))
+    else:
+        kinds = [args.method] if args.method else list(TINY)
+        if args.method and args.method not in TINY:
+            raise ConfigError([f"method: {args.method!r} has no tiny model{hint(args.method, list(TINY))}"])
+        every = [[a, b] for a in (0, 1) for b in (0, 1)]
+        import torch
+
+        cases = {f"tiny {kind}": (tiny_method(kind, seed), torch.tensor(every)) for kind in kinds}
+    lines, failed = [], 0
+    for name, (method, rows) in cases.items():
+        for check in verify(method, rows, seed=seed):
+            failed += not check.passed
+            lines.append({"model": name, "check": check.name, "passed": check.passed, "seen": check.seen})
+            if not args.json:
+                print(f"{name}: {check.name}: {'ok' if check.passed else 'FAILED'}", file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps(lines, indent=1))
+    else:
+        table = [[line["model"], line["check"], "ok" if line["passed"] else "FAILED", line["seen"]] for line in lines]
+        console_table(["model", "check", "", "seen"], table)
+        print(f"{len(lines) - failed} of {len(lines)} checks passed")
+    return 1 if failed else 0
 
 
 def cmd_reproduce(words: list[str]) -> int:

@@ -6,6 +6,7 @@ P positions routed in a block (L in a transformer), E experts, k experts that ta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,9 +74,18 @@ class Inference:
     """Result of the posterior pass (Algo. 1, lines 5-8)."""
 
     log_x_theta: Float[Tensor, "B L V"]  # log p(x0 | xt, z), SUBS applied
-    kl: Float[Tensor, " B"]  # KL(q(z | x0, xt) || p(z | xt)), nats per sequence
+    kl: Float[Tensor, " B"]  # KL(q(z | x0, xt) || p(z | xt)), nats per sequence, whatever training makes of it
     aux: Float[Tensor, ""] | None = None  # auxiliary loss already weighted (load balance), outside any bound
     log: Mapping[str, Tensor] = field(default_factory=dict)
+    train_kl: Float[Tensor, " B"] | None = None  # what the training loss counts in its place
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One draw z ~ q(z | x0, xt) with its importance weight."""
+
+    log_x_theta: Float[Tensor, "B L V"]  # log p(x0 | xt, z), SUBS applied
+    log_ratio: Float[Tensor, " B"]  # log p(z | xt) - log q(z | x0, xt)
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,49 @@ class StepEvent:
     x: Int[Tensor, "B L"]
     revealed: Bool[Tensor, "B L"]
     latent: Any
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Which number a likelihood is; a value without its convention means nothing.
+
+    - `objective`: E over t ~ U(0, 1] of w(t) * masked NLL + 1 * KL. What papers report. **Not a bound** of the NLL for
+      a method with a latent: it can fall below the entropy of the data.
+    - `bound@T`: Prop. 3.1 (Eq. 6) with T * KL. An upper bound of the NLL of the T-step sampler.
+    - `iw@T,K`: the same with K importance-weighted draws per step; tighter, and for K to infinity the bound of Lemma 1
+      for the mixture itself: the exact NLL for T = 1, above it for T > 1.
+    - `nelbo`: the continuous-time bound of Eq. 22, only where there is no latent.
+    - `exact`: the NLL itself, by enumeration.
+    """
+
+    kind: str
+    steps: int = 0
+    draws: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Convention:
+        """`objective`, `nelbo`, `bound@4` or `iw@4,64`."""
+        found = re.fullmatch(r"(objective|nelbo|exact)|(bound)@([1-9]\d{0,5})|(iw)@([1-9]\d{0,5}),([1-9]\d{0,5})", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K")
+        plain, bound, steps, iw, iw_steps, draws = found.groups()
+        return cls(plain or bound or iw, int(steps or iw_steps or 0), int(draws or 0))
+
+    def __str__(self) -> str:
+        if self.kind == "iw":
+            return f"iw@{self.steps},{self.draws}"
+        return f"bound@{self.steps}" if self.kind == "bound" else self.kind
+
+    @property
+    def bounds(self) -> str:
+        """What the number bounds, in words."""
+        return {
+            "objective": "not a bound",
+            "nelbo": "bounds the NLL of the continuous-time sampler",
+            "bound": f"bounds the NLL of the {self.steps}-step sampler",
+            "iw": f"bounds the NLL of the {self.steps}-step sampler, with {self.draws} draws",
+            "exact": "the NLL itself",
+        }[self.kind]
 
 
 @dataclass(frozen=True)

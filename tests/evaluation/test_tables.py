@@ -137,7 +137,7 @@ def test_conventions_get_a_column_and_the_paper_a_line():
     rows = [row("emoe", 0.0614, convention=name, **fields) for name in ("objective", "bound@64")]
     table = grid_markdown(metric_grid(Results().add(RUN, rows), "mnist", "bpd"))
     assert table.splitlines()[0] == "| Method | Convention | binarized MNIST |"
-    assert "| E-MoE | bound@64 | **0.061** |" in table and "| E-MoE | objective | **0.061** |" in table
+    assert "| E-MoE | bound@64 | 0.061 |" in table and "| E-MoE | objective | 0.061 |" in table
     assert "| E-MoE | paper | —<br>*(0.062)* |" in table
 
 

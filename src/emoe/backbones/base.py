@@ -40,6 +40,17 @@ class Backbone(nn.Module, ABC):
             route: Route policy, called once per routed block in order.
         """
 
+    def forward_last(
+        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
+    ) -> tuple[Float[Tensor, "E B L V"], tuple[Float[Tensor, "B L E"], ...]]:
+        """Token logits under every expert of the last routed block, and the router logits of all blocks.
+
+        Entry [e, :, l] is what `forward` says of position l if that block gives it expert e. A backbone has this
+        method only where a route in the last block changes nothing but its own position's logits. All that comes
+        before runs once, with the routes of `route`, which is asked for every block but the last.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot run every expert of its last block")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig(Family, package="emoe.backbones"):

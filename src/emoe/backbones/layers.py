@@ -65,6 +65,10 @@ class RoutedMLP(nn.Module):
 
     def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:
         """Router logits in at least single precision, and the policy's choice."""
-        logits = self.router(x)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = self.logits(x)
         return logits, policy(block, logits)
+
+    def logits(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
+        """Router logits in at least single precision."""
+        logits = self.router(x)
+        return logits if logits.dtype == torch.float64 else logits.float()

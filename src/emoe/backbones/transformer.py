@@ -72,8 +72,7 @@ class Block(nn.Module):
         self, h: Float[Tensor, "B L K"], number: int, route: Route | None
     ) -> tuple[Float[Tensor, "_B L K"], Float[Tensor, "B L E"] | None, Gate | None]:
         """Features of the rows that the gate keeps; router logits of all rows; the gate."""
-        h = h + self.attention(self.attention_norm(h))
-        u = self.mlp_norm(h)
+        h, u = self._attend(h)
         if not isinstance(self.mlp, RoutedMLP):
             return h + self.mlp(u), None, None
         if route is None:
@@ -81,6 +80,17 @@ class Block(nn.Module):
         logits, gate = self.mlp.route(u, number, route)
         h, u = h[gate.keep_from :], u[gate.keep_from :]
         return h + self.mlp.experts(u, gate), logits, gate
+
+    def every(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "E B L K"], Float[Tensor, "B L E"]]:
+        """Features under each expert, and the router logits."""
+        if not isinstance(self.mlp, RoutedMLP):
+            raise ValueError("a dense backbone has no experts to run")
+        h, u = self._attend(h)
+        return h + self.mlp.experts.every(u), self.mlp.logits(u)
+
+    def _attend(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "B L K"], Float[Tensor, "B L K"]]:
+        h = h + self.attention(self.attention_norm(h))
+        return h, self.mlp_norm(h)
 
 
 class Trunk(nn.Module):
@@ -110,12 +120,7 @@ class Trunk(nn.Module):
         route: Route | None,
     ) -> tuple[Float[Tensor, "_B L K"], list[Float[Tensor, "B L E"]], list[Gate]]:
         """Features of the rows that are kept, router logits of all rows, gates."""
-        dtype = self.token.weight.dtype
-        h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
-        if self.cond is not None:
-            h = h + self.cond(cond)[:, None]
-        if self.mark is not None and marks is not None:
-            h = h + marks[..., None].to(dtype) * self.mark
+        h = self._embed(x, t, cond, marks)
         logits: list[Tensor] = []
         gates: list[Gate] = []
         for block in self.blocks:
@@ -124,6 +129,35 @@ class Trunk(nn.Module):
                 logits.append(logits_d)
                 gates.append(gate)
         return self.norm(h), logits, gates
+
+    def every(
+        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"] | None, route: Route
+    ) -> tuple[Float[Tensor, "E B L K"], list[Float[Tensor, "B L E"]]]:
+        """Features under each expert of the last block, and the router logits of all blocks."""
+        h = self._embed(x, t, None, marks)
+        logits: list[Tensor] = []
+        for block in self.blocks[:-1]:
+            h, logits_d, _ = block(h, len(logits), route)
+            logits.append(logits_d)
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        h, logits_d = last.every(h)
+        return self.norm(h), [*logits, logits_d]
+
+    def _embed(
+        self,
+        x: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        cond: Float[Tensor, "B Z"] | None,
+        marks: Bool[Tensor, "B L"] | None,
+    ) -> Float[Tensor, "B L K"]:
+        dtype = self.token.weight.dtype
+        h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
+        if self.cond is not None:
+            h = h + self.cond(cond)[:, None]
+        if self.mark is not None and marks is not None:
+            h = h + marks[..., None].to(dtype) * self.mark
+        return h
 
 
 class Transformer(Backbone):
@@ -147,14 +181,23 @@ class Transformer(Backbone):
     ) -> BackboneOut:
         """See `Backbone.forward`."""
         h, route_logits, gates = self.trunk(x, t, cond, marks, route)
+        return BackboneOut(self._read(h), tuple(route_logits), tuple(gates))
+
+    def forward_last(
+        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
+    ) -> tuple[Float[Tensor, "E B L V"], tuple[Float[Tensor, "B L E"], ...]]:
+        """See `Backbone.forward_last`: no attention follows the last block."""
+        h, route_logits = self.trunk.every(x, t, marks, route)
+        return self._read(h), tuple(route_logits)
+
+    def _read(self, h: Float[Tensor, "*B L K"]) -> Float[Tensor, "*B L V"]:
+        """The head, in at least single precision, with the mask's column put in."""
         logits = self.head(h)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         left, right = logits[..., : self.mask_id], logits[..., self.mask_id :]
         if right.shape[-1] == 0:
-            logits = nnf.pad(left, (0, 1), value=NEG_INF)
-        else:
-            logits = torch.cat([left, torch.full_like(logits[..., :1], NEG_INF), right], dim=-1)
-        return BackboneOut(logits, tuple(route_logits), tuple(gates))
+            return nnf.pad(left, (0, 1), value=NEG_INF)
+        return torch.cat([left, torch.full_like(logits[..., :1], NEG_INF), right], dim=-1)
 
 
 class Encoder(nn.Module):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from emoe.domains.base import Domain
+from emoe.evaluation.likelihood import likelihoods
 from emoe.evaluation.pools import Pool, draw_pool
 from emoe.evaluation.results import Row
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
-from emoe.types import Measurement
+from emoe.rng import derive_seed
+from emoe.types import Convention, Measurement
 
 
 def evaluate(
@@ -43,6 +45,22 @@ def evaluate(
         measured = domain.measure(pool.samples, seed)
         rows += [make_row(item, domain, experiment, nfe=pool.nfe) for item in measured]
     return rows
+
+
+def evaluate_likelihood(
+    method: Method,
+    domain: Domain,
+    experiment: Experiment,
+    conventions: Sequence[Convention],
+    *,
+    rows: int = 2_000,
+    seed: int | None = None,
+) -> list[Row]:
+    """Named likelihoods of rows that were not trained on, each under its convention; nll is in nats per row."""
+    seed = experiment.seed if seed is None else seed
+    held_out = domain.fresh(rows, derive_seed(seed, "held out"))
+    found = likelihoods(method, domain.rows, held_out, conventions, seed)
+    return [make_row(item, domain, experiment, nfe=None, convention=str(name)) for name, item in found]
 
 
 def make_row(

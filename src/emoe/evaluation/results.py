@@ -222,6 +222,15 @@ class Results:
         wanted = {k: v if isinstance(v, list | tuple | set | frozenset) else (v,) for k, v in filters.items()}
         return [row for row in self.rows if all(getattr(row, key) in values for key, values in wanted.items())]
 
+    def only(self, **filters: Any) -> Results:
+        """The part of these results that fits all filters (see `select`)."""
+        part = Results()
+        part._rows = {row.identity: row for row in self.select(**filters)}
+        part.runs = {
+            name: run for name, run in self.runs.items() if any(row.run == name for row in part._rows.values())
+        }
+        return part
+
     def mean_over_seeds(self, **filters: Any) -> SeedMean | None:
         """Mean and standard error over the seeds of the one quantity that the filters fit (see `select`)."""
         return mean_over_seeds(self.select(**filters))

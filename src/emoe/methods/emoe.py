@@ -21,7 +21,7 @@ from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing.kl import load_balance, route_kl, routing_entropy, usage
 from emoe.routing.routes import Gradient, draw, paired, sharpened
-from emoe.types import BackboneOut, Denoised, Inference, TokenSpace, Wants
+from emoe.types import BackboneOut, Denoised, Inference, TokenSpace, Wants, Weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,35 @@ class EMoE(MaskedDiffusion):
 
         Router logits of the clean half are the posterior, those of the noisy half along the same z the prior.
         """
-        posterior = draw(
-            rng.stream("route"), knobs["relax_tau"], top_k=self.config.top_k, gradient=self.config.gradient
-        )
+        out, post, prior = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
+        kl = route_kl(post, prior)
+        train_kl = None
+        if self.config.kl_positions == "masked":
+            train_kl = route_kl(post, prior, (xt == self.space.mask_id).to(kl.dtype)).sum(-1)
+        log_x_theta = subs(out.logits, xt, self.space.mask_id)
+        log = self._log(kl, post, prior, out)
+        return Inference(log_x_theta, kl.sum(-1), self._balance(post, out), log, train_kl)
+
+    def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
+        """log p(z | xt) - log q(z | x0): both routers' log-probabilities of the drawn z, over blocks and positions."""
+        out, post, prior = self._both_passes(x0, xt, t, 1.0, rng)
+        ratio = torch.zeros(len(x0), device=x0.device, dtype=post[0].dtype)
+        for gate, post_d, prior_d in zip(out.gates, post, prior, strict=True):
+            drawn = gate.expert[: len(x0), :, :1]
+            difference = torch.log_softmax(prior_d, -1) - torch.log_softmax(post_d, -1)
+            ratio = ratio + difference.gather(-1, drawn).squeeze(-1).sum(-1)
+        return Weighed(subs(out.logits, xt, self.space.mask_id), ratio)
+
+    def _both_passes(
+        self,
+        x0: Int[Tensor, "B L"],
+        xt: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        relax_tau: Tensor | float,
+        rng: Rng,
+    ) -> tuple[BackboneOut, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """One call on [x0; xt]: what the network says, posterior logits and prior logits, block by block."""
+        posterior = draw(rng.stream("route"), relax_tau, top_k=self.config.top_k, gradient=self.config.gradient)
         masked = xt == self.space.mask_id
         out = self.backbone(
             torch.cat([x0, xt]),
@@ -90,9 +116,7 @@ class EMoE(MaskedDiffusion):
             route=paired(posterior, self.backbone.routed_blocks),
         )
         post, prior = zip(*(logits.chunk(2) for logits in out.route_logits), strict=True)
-        kl = route_kl(post, prior, masked.to(post[0].dtype) if self.config.kl_positions == "masked" else None)
-        log_x_theta = subs(out.logits, xt, self.space.mask_id)
-        return Inference(log_x_theta, kl.sum(-1), self._balance(post, out), self._log(kl, post, prior, out))
+        return out, post, prior
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """z ~ p(z | xt) drawn block by block within the one network call (Algo. 2)."""

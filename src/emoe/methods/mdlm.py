@@ -13,7 +13,7 @@ from emoe.backbones.base import BackboneConfig
 from emoe.diffusion.masking import subs
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.rng import Rng
-from emoe.types import Denoised, Inference, TokenSpace
+from emoe.types import Denoised, Inference, TokenSpace, Weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class MDLMConfig(MaskedDiffusionConfig, kind="mdlm"):
 
 class MDLM(MaskedDiffusion):
     """One factorised reverse step per network call."""
+
+    has_latent = False
 
     def __init__(self, config: MDLMConfig, space: TokenSpace, backbone: BackboneConfig):
         super().__init__(config, space, ramps={})
@@ -46,3 +48,7 @@ class MDLM(MaskedDiffusion):
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """p(x_s | x_t) of Eq. 3."""
         return Denoised(subs(self.backbone(xt, t).logits, xt, self.space.mask_id))
+
+    def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
+        """Nothing to draw: the weight is 1."""
+        return Weighed(self.denoise(xt, t, rng).log_x_theta, torch.zeros_like(t))

@@ -16,7 +16,7 @@ from emoe.diffusion.masking import subs
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng
-from emoe.types import Denoised, Inference, TokenSpace, Wants
+from emoe.types import Denoised, Inference, TokenSpace, Wants, Weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,23 @@ class VADD(MaskedDiffusion):
         rng: Rng,
     ) -> Inference:
         """z = mean + std * noise from the encoder's Gaussian, which sees x0, t and the mask pattern of xt."""
-        marks = xt == self.space.mask_id
-        mean, log_std = self.encoder(x0, t, marks).chunk(2, dim=-1)
-        z = mean + log_std.exp() * self._noise(mean, rng)
-        log_x_theta = subs(self.backbone(xt, t, cond=z).logits, xt, self.space.mask_id)
+        mean, log_std, _, log_x_theta = self._posterior(x0, xt, t, rng)
         return Inference(log_x_theta, gaussian_kl(mean, log_std))
+
+    def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
+        """log N(z; 0, I) - log N(z; mean, std^2) for z = mean + std * noise."""
+        mean, log_std, noise, log_x_theta = self._posterior(x0, xt, t, rng)
+        z = mean + log_std.exp() * noise
+        return Weighed(log_x_theta, (0.5 * (noise.square() - z.square()) + log_std).sum(-1))
+
+    def _posterior(
+        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng
+    ) -> tuple[Float[Tensor, "B Z"], Float[Tensor, "B Z"], Float[Tensor, "B Z"], Float[Tensor, "B L V"]]:
+        """Mean, log standard deviation and noise of a draw, and log p(x0 | xt, z) under it."""
+        mean, log_std = self.encoder(x0, t, xt == self.space.mask_id).chunk(2, dim=-1)
+        noise = self._noise(mean, rng)
+        logits = self.backbone(xt, t, cond=mean + log_std.exp() * noise).logits
+        return mean, log_std, noise, subs(logits, xt, self.space.mask_id)
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """z ~ N(0, I), then one factorised step."""

@@ -53,6 +53,12 @@ class RoutedExperts(nn.Module):
                 out = out + weight[:, j : j + 1] * other
         return out.view_as(x)
 
+    def every(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "E B P K"]:
+        """The output of each expert on all of x."""
+        rows_ENK = x.reshape(1, -1, x.shape[-1]).expand(self.experts, -1, -1)
+        hidden = nnf.gelu(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
+        return torch.baddbmm(self.b_out[:, None], hidden, self.w_out).view(self.experts, *x.shape)
+
     def _path(self, x: Tensor) -> str:
         if self.dispatch != "auto":
             return self.dispatch

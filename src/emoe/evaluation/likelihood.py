@@ -1,0 +1,110 @@
+"""Named likelihoods of held-out rows, with standard errors, and the coordination gain."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from emoe.methods.base import MaskedDiffusion, Method
+from emoe.rng import Rng, derive_seed
+from emoe.types import Convention, Measurement
+
+
+def default_conventions(method: Method) -> list[Convention]:
+    """What is worth printing: the objective, bounds for few steps, and iw with a latent or nelbo without one."""
+    names = ["objective", "bound@1", "bound@4"]
+    if isinstance(method, MaskedDiffusion):
+        if not method.has_latent:
+            names.append("nelbo")
+        elif type(method).weigh is not MaskedDiffusion.weigh:  # a method may leave its importance weights out
+            names.append("iw@1,16")
+    return [Convention.parse(name) for name in names]
+
+
+@torch.no_grad()
+def estimate_nll(
+    method: Method,
+    rows: Int[Tensor, "n L"],
+    convention: Convention,
+    *,
+    repeats: int | None = None,
+    seed: int = 0,
+    batch: int = 4096,
+) -> Measurement:
+    """Mean over rows of a named likelihood, in nats per row, with its standard error.
+
+    All rows are drawn for `repeats` times (8 by default, 4 with importance weights) with fresh times, masks and
+    latents; the standard error is that of the mean of the repeats: the error of the estimate for these rows, not that
+    of having chosen these rows.
+    """
+    device = next(method.parameters()).device
+    rows = rows.to(device)
+    repeats = repeats or (4 if convention.draws else 8)
+    size = max(1, batch // max(1, convention.draws))
+    means = []
+    for repeat in range(repeats):
+        rng = Rng(derive_seed(seed, "nll", convention, repeat), device=device)
+        parts = [method.nll_bound(part, convention, rng.at(k)) for k, part in enumerate(rows.split(size))]
+        means.append(torch.cat(parts).mean().item())
+    error = statistics.stdev(means) / math.sqrt(repeats) if repeats > 1 else None
+    return Measurement("nll", statistics.fmean(means), error, len(rows))
+
+
+def in_units(nll: Measurement, length: int) -> list[Measurement]:
+    """An NLL in nats per row, and the same in bits per dimension and as perplexity per token.
+
+    bpd = nll / (L ln 2) (Eq. 40), ppl = exp(nll / L); errors by the first derivative.
+    """
+    bits = 1 / (length * math.log(2))
+    ppl = math.exp(nll.value / length)
+    error = nll.stderr
+    return [
+        nll,
+        Measurement("bpd", nll.value * bits, None if error is None else error * bits, nll.n),
+        Measurement("ppl", ppl, None if error is None else error * ppl / length, nll.n),
+    ]
+
+
+def factorised_nll(train: Int[Tensor, "N L"], rows: Int[Tensor, "n L"], symbols: int) -> float:
+    """NLL in nats per row of the best factorised one-step model: the product of the data's marginals.
+
+    The marginals are those of the training rows, with half a count added to every symbol.
+    """
+    total = 0.0
+    for place in range(train.shape[1]):
+        counts = torch.bincount(train[:, place], minlength=symbols).double() + 0.5
+        total -= (counts / counts.sum()).log()[rows[:, place]].mean().item()
+    return total
+
+
+def coordination_gain(bound_at_1: Measurement, factorised: float, length: int) -> Measurement:
+    """(NLL of the best factorised one-step model - bound@1) / L, in nats per token.
+
+    Positive only if the latent ties positions together: a factorised step cannot get below its own optimum. A large
+    route KL says nothing of the kind, since every position may code for itself alone.
+    """
+    error = None if bound_at_1.stderr is None else bound_at_1.stderr / length
+    return Measurement("coordination_gain", (factorised - bound_at_1.value) / length, error, bound_at_1.n)
+
+
+def likelihoods(
+    method: Method,
+    train: Int[Tensor, "N L"],
+    rows: Int[Tensor, "n L"],
+    conventions: Sequence[Convention],
+    seed: int = 0,
+) -> list[tuple[Convention, Measurement]]:
+    """All measurements of the conventions; the coordination gain where there is a latent and bound@1 is asked for."""
+    found: list[tuple[Convention, Measurement]] = []
+    for convention in conventions:
+        nll = estimate_nll(method, rows, convention, seed=seed)
+        found += [(convention, item) for item in in_units(nll, method.space.length)]
+        if (convention.kind, convention.steps) == ("bound", 1) and getattr(method, "has_latent", False):
+            factorised = factorised_nll(train.cpu(), rows.cpu(), method.space.size)
+            found.append((convention, coordination_gain(nll, factorised, method.space.length)))
+    return found
