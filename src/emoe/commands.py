@@ -386,15 +386,19 @@ def cmd_verify(words: list[str]) -> int:
 
 def cmd_reproduce(words: list[str]) -> int:
     """Run a table of the paper."""
-    studies = ("toy",)
+    studies = {
+        "toy": "Table 2 and the figures of App. C.1",
+        "likelihood": "named likelihoods against the exact NLL (docs/likelihood.md)",
+    }
     if not words or words[0] in ("-h", "--help"):
-        print("usage: emoe reproduce STUDY [...]\n\nstudies:\n  toy   Table 2 and the figures of App. C.1")
+        lines = [f"  {name:<12}{text}" for name, text in studies.items()]
+        print("\n".join(["usage: emoe reproduce STUDY [...]", "", "studies:", *lines]))
         return 0
     if words[0] not in studies:
         raise ConfigError([f"study: {words[0]!r} is not known{hint(words[0], list(studies))}"])
-    from emoe.studies import toy
+    import importlib
 
-    return toy.main(words[1:])
+    return int(importlib.import_module(f"emoe.studies.{words[0]}").main(words[1:]))
 
 
 def cmd_demo(words: list[str]) -> int:
