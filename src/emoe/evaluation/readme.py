@@ -212,15 +212,14 @@ def likelihood_table(results: Results) -> str:
     lines = []
     for method in ("mdlm", "vadd", "emoe"):
         mine = {(row.convention, row.nfe): row for row in results.select(metric="nll", method=method)}
-        for label, keys in {
-            "objective": [("objective", None)] * len(steps),
+        wanted: dict[str, list[tuple[str | None, int | None]]] = {
+            "objective": [("objective", None)],
             "bound@T": [(f"bound@{t}", None) for t in steps],
             "iw@T,16": [(f"iw@{t},16", None) for t in steps],
             "exact": [("exact", t) for t in steps],
-        }.items():
+        }
+        for label, keys in wanted.items():
             cells = [mine[key] for key in keys if key in mine]
-            if label == "objective":
-                cells = cells[:1]
             texts = [f"{row.value:.3f}" + (f" ±{row.stderr:.3f}" if row.stderr else "") for row in cells]
             lines.append([METHODS[method], label, *texts, *[""] * (len(steps) - len(texts))])
     (truth,) = results.select(metric="nll", method="data", convention="exact")[:1]
@@ -232,8 +231,8 @@ def likelihood_table(results: Results) -> str:
         ["Method", "nats per row", *(f"T = {t}" for t in steps)], lines, align="ll" + "r" * len(steps)
     )
     return (
-        f"{table}\nThe data's own law has {truth.value:.3f} nats on the same {truth.n:,} held-out rows. Coordination gain in "
-        f"nats per token: {said}. Made by `emoe reproduce likelihood`, {source}."
+        f"{table}\nThe data's own law has {truth.value:.3f} nats on the same {truth.n:,} held-out rows. Coordination "
+        f"gain in nats per token: {said}. Made by `emoe reproduce likelihood`, {source}."
     )
 
 

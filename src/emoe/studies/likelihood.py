@@ -125,8 +125,9 @@ def figure(results: Results, path: Path) -> None:
         panel.axhline(value(method=kind, convention="objective"), color="tab:red", linestyle=":", label="objective")
         panel.axhline(value(method="data"), color="0.5", linewidth=1, label="the data's own law")
         panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
         panel.set(title=METHODS[kind], xlabel="steps T", xticks=STEPS, xticklabels=[str(t) for t in STEPS])
-    panels[0].set_ylabel("nats per row")
+    panels[0].set(ylabel="nats per row", yticks=(2, 4, 8, 16, 32), yticklabels=("2", "4", "8", "16", "32"))
     picture.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
     )
