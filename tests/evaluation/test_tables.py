@@ -194,3 +194,10 @@ def test_the_paper_stays_away_from_settings_that_are_not_its_own():
     for recipe in ("demo-emoe", "toy-8modes-emoe train.steps=50"):
         table = toy_table(Results().add(RUN, [row("emoe", 80.0, recipe=recipe)]))
         assert "*(" not in table and "80.0" in cells(table, "E-MoE")[0]
+
+
+def test_exact_rows_do_not_mix_with_sampled_ones():
+    results = toy_results()
+    before = toy_table(results, "validity")
+    results.add(RUN, [row("emoe", 1.0, convention="exact"), row("emoe", 2.0, convention="exact", seed=1)])
+    assert toy_table(results, "validity") == before

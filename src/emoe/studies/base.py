@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +52,7 @@ class Study:
     device: torch.device
     quiet: bool = False
     jobs: int = 1  # runs trained at once, each in a thread and on a CUDA stream of its own
+    more: Callable[[Run], list[Row]] | None = None  # further rows of a trained run
     pools: Pools = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
@@ -116,13 +117,16 @@ class Study:
                 self.pools[run.domain.name, experiment.method.kind, experiment.seed, pool.nfe] = pool.samples
 
             rows = evaluate(run.method, run.domain, experiment, keep=keep)
+            rows += self.more(run) if self.more is not None else []
         if run.result.seconds > 1:  # a finished run that was only reopened says nothing about training time
             spent = Measurement("train_s", round(run.result.seconds, 2), None, experiment.train.steps)
             rows.append(make_row(spent, run.domain, experiment, nfe=None))
         self.runs.append(run)
         self.add(rows)
         first = min(experiment.eval.nfe)
-        values = ", ".join(f"{row.metric} {row.value:.1f}" for row in rows if row.nfe == first)
+        values = ", ".join(
+            f"{row.metric} {row.value:.1f}" for row in rows if row.nfe == first and row.convention is None
+        )
         return f"{label}: {run.result.seconds:.1f} s; NFE {first}: {values}"
 
     def _own_stream(self) -> AbstractContextManager[object]:
