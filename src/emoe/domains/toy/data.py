@@ -73,6 +73,13 @@ def mixture_law(points: Points, weights: Float[Tensor, " n"], deviation: float) 
     return (first * weights[:, None]).T @ second
 
 
+def quadrature(panels: int) -> tuple[Float[np.ndarray, " m"], Float[np.ndarray, " m"]]:
+    """Nodes and weights of Gauss-Legendre over [0, 1], 16 nodes in each of so many equal panels."""
+    nodes, weights = np.polynomial.legendre.leggauss(16)
+    u = ((np.arange(panels)[:, None] + (nodes + 1) / 2) / panels).ravel()
+    return u, np.tile(weights / (2 * panels), panels)
+
+
 def eight_modes_law(centres: Float[np.ndarray, "M 2"]) -> Float[Tensor, "cells cells"]:
     """Exact law of `eight_modes` over token pairs."""
     weights = torch.full((len(centres),), 1 / len(centres), dtype=torch.float64)
@@ -85,7 +92,5 @@ def swiss_roll_law(panels: int = 512) -> Float[Tensor, "cells cells"]:
     Gauss-Legendre with 16 nodes in each panel. A panel spans about half a standard deviation of the noise, so
     the integrand is a polynomial to machine precision there and more panels change nothing.
     """
-    nodes, weights = np.polynomial.legendre.leggauss(16)
-    u = ((np.arange(panels)[:, None] + (nodes + 1) / 2) / panels).ravel()
-    weight = torch.from_numpy(np.tile(weights / (2 * panels), panels))
-    return mixture_law(spiral(u) / ROLL_SCALE, weight, ROLL_NOISE / ROLL_SCALE)
+    u, weights = quadrature(panels)
+    return mixture_law(spiral(u) / ROLL_SCALE, torch.from_numpy(weights), ROLL_NOISE / ROLL_SCALE)
