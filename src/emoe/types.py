@@ -48,12 +48,14 @@ class Gate:
 
     With straight-through gradients the weights have the values (1, 0, ..., 0) and the gradients of the relaxed
     weights. `keep_from` tells the backbone to drop the batch rows before it: a paired route drops the clean half
-    once its last router has spoken, since nothing downstream reads it.
+    once its last router has spoken, since nothing downstream reads it. `draws` = K says that the gate holds K choices
+    for each row that the router read and `keep_from` keeps, one after the other; rows are repeated from here on.
     """
 
     expert: Int[Tensor, "B P k"]
     weight: Float[Tensor, "B P k"]
     keep_from: int = 0
+    draws: int = 1
 
 
 Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
@@ -78,6 +80,17 @@ class Inference:
     aux: Float[Tensor, ""] | None = None  # auxiliary loss already weighted (load balance), outside any bound
     log: Mapping[str, Tensor] = field(default_factory=dict)
     train_kl: Float[Tensor, " B"] | None = None  # what the training loss counts in its place
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the training loss of a batch is made of, row by row, in nats per sequence."""
+
+    loss: Float[Tensor, " B"]  # what is minimised; its value may mean nothing where only its gradient counts
+    recon: Float[Tensor, " B"]  # w(t) * masked NLL
+    kl: Float[Tensor, " B"]
+    aux: Float[Tensor, ""] | None = None
+    log: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

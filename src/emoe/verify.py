@@ -6,7 +6,7 @@ Whoever changes a method runs this to see what broke. Every check is statistical
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,11 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.evaluation.pools import draw_pool
 from emoe.exact import chain_law, exact_nll
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
-from emoe.methods.emoe import EMoEConfig
+from emoe.methods.emoe import EMoE, EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng, derive_seed
-from emoe.types import Convention, TokenSpace
+from emoe.types import Convention, Gate, TokenSpace
 
 TINY: dict[str, MaskedDiffusionConfig] = {
     "mdlm": MDLMConfig(),
@@ -30,6 +30,9 @@ TINY: dict[str, MaskedDiffusionConfig] = {
 }
 SIGMAS = 4.5  # how far a mean of draws may lie from what it should be, in standard errors
 DRAWS = 400
+STRAIGHT_THROUGH = ("top-k", "selected", "all")
+TEMPERATURES = (1.0, 0.1)  # of the relaxation: where training begins and where it ends
+MOST_ROUTES = 4_096  # of all blocks but the last, for the exact gradient of one row
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,6 @@ def tiny_method(kind: str, seed: int) -> MaskedDiffusion:
     return method.double().eval()
 
 
-@torch.no_grad()
 def verify(
     method: MaskedDiffusion, rows: Int[Tensor, "n L"], *, steps: tuple[int, ...] = (1, 2, 4), seed: int = 0
 ) -> Iterator[Check]:
@@ -74,6 +76,8 @@ def verify(
         nll = exact_nll(law, rows, mask_id=method.space.mask_id)
         yield from bound_checks(method, rows, nll, count, seed)
     yield kl_check(method, rows, seed)
+    if isinstance(method, EMoE):
+        yield from gradient_checks(method, rows, seed)
 
 
 def sampler_check(method: MaskedDiffusion, law: Float[Tensor, "..."], steps: int, seed: int) -> Check:
@@ -116,6 +120,7 @@ def bound_checks(
     yield Check(f"exact NLL <= iw@{steps},16 <= bound@{steps} on average", bool(between), f"mean iw {tight.mean():.4f}")
 
 
+@torch.no_grad()
 def kl_check(method: MaskedDiffusion, rows: Int[Tensor, "n L"], seed: int) -> Check:
     """The KL of posterior and prior two ways: as the method computes it, and as the mean of -log p(z)/q(z)."""
     device = next(method.parameters()).device
@@ -128,6 +133,139 @@ def kl_check(method: MaskedDiffusion, rows: Int[Tensor, "n L"], seed: int) -> Ch
     gap = (direct.mean() - drawn.mean()).item()
     seen = f"{direct.mean():.4f} and {drawn.mean():.4f} nats"
     return Check("KL of the latent, computed and as a mean of log ratios", abs(gap) < SIGMAS * error, seen)
+
+
+def gradient_checks(method: EMoE, rows: Int[Tensor, "n L"], seed: int) -> Iterator[Check]:
+    """How far the training gradient of the routers is from the exact one, at all masks and t = 1/2.
+
+    Straight-through gradients are known to be biased: the numbers are recorded, and fail only if they are not finite.
+    Each of the rows is taken by itself, four of a tiny model and one of a larger; load balance is left out.
+    """
+    count = method.config.experts ** (method.space.length * (method.backbone.routed_blocks - 1))
+    routers = [p for name, p in method.backbone.named_parameters() if "router" in name.split(".")]
+    rows = rows[: max(1, 16 // count)].to(next(method.parameters()).device)
+    kind = "straight-through" if method.config.gradient in STRAIGHT_THROUGH else method.config.gradient
+    for tau in TEMPERATURES:
+        name = f"{kind} gradient, relax_tau {tau:g}"
+        if not routers or count > MOST_ROUTES:
+            why = f"{count:,} routes are too many to enumerate" if routers else "no parameter is a router's"
+            yield Check(name, True, f"skipped: {why}")
+            continue
+        t = torch.full((1,), 0.5, device=rows.device)
+        found = [
+            gradient_gap(method, x0, torch.full_like(x0, method.space.mask_id), t, routers, relax_tau=tau, seed=seed)
+            for x0 in rows.split(1)
+        ]
+        cosine, bias = (sum(values) / len(found) for values in zip(*((f.cosine, f.bias) for f in found), strict=True))
+        error = math.hypot(*(f.error for f in found)) / len(found)
+        seen = f"recorded; cosine {cosine:.2f}, relative bias {bias:.2f} ±{error:.2f}"
+        if len(found) > 1:
+            seen += f"; worst of {len(found)} rows {min(f.cosine for f in found):.2f}, {max(f.bias for f in found):.2f}"
+        yield Check(name, math.isfinite(cosine) and math.isfinite(bias), seen)
+
+
+@dataclass(frozen=True)
+class GradientGap:
+    """Mean of drawn gradients against the exact one."""
+
+    cosine: float
+    bias: float  # |mean - exact| / |exact|
+    error: float  # sqrt(E |mean - its expectation|^2) / |exact|: what `bias` would be without a bias
+
+
+@torch.enable_grad()
+def gradient_gap(
+    method: EMoE,
+    x0: Int[Tensor, "1 L"],
+    xt: Int[Tensor, "1 L"],
+    t: Float[Tensor, " 1"],
+    parameters: Sequence[Tensor],
+    *,
+    relax_tau: float,
+    groups: int = 10,
+    each: int = 400,
+    seed: int = 0,
+) -> GradientGap:
+    """Compare gradients of w(t) * masked NLL + KL, the training objective of one row with weight 1.
+
+    Args:
+        method: The method.
+        x0: The clean row.
+        xt: The same row with masks.
+        t: Its time.
+        parameters: What the gradient is taken of.
+        relax_tau: Temperature of the relaxation.
+        groups: Independent means, whose spread gives the error.
+        each: Draws in each of them.
+        seed: Seed of the draws.
+    """
+    weight = method.config.schedule.elbo_weight(t)
+    recon, kl = exact_terms(method, x0, xt, t)
+    exact = _gradient((weight * recon + kl).sum(), parameters)
+    knobs = {name: torch.ones((), device=x0.device) for name in method.ramps}
+    knobs["relax_tau"] = torch.tensor(relax_tau, device=x0.device)
+    rng = Rng(derive_seed(seed, "gradient", relax_tau), device=x0.device)
+    drawn = []
+    for group in range(groups):
+        rows = [value.repeat_interleave(each, 0) for value in (x0, xt, t)]
+        out = method.objective(rows[0], rows[1], rows[2], knobs, rng.at(group))
+        drawn.append(_gradient(out.loss.mean(), parameters))
+    means = torch.stack(drawn)
+    mean, size = means.mean(0), exact.norm().item()
+    cosine = torch.dot(mean, exact).item() / (mean.norm().item() * size) if size and mean.any() else math.nan
+    noise = math.sqrt(means.var(0).sum().item() / groups)
+    return GradientGap(cosine, (mean - exact).norm().item() / size if size else math.nan, noise / (size or math.nan))
+
+
+def exact_terms(
+    method: EMoE, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]
+) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """Both parts of the training objective, summed over all routes instead of drawn; they can be differentiated.
+
+    E over z ~ q(z | x0, xt) of the masked NLL, and of KL_route along z (Eq. 8), in nats per row and float64. Routes of
+    all blocks but the last are enumerated, R = E^(L (D - 1)) of them for each row; those of the last are independent
+    over positions, and each position sums over its own.
+    """
+    batch, length = x0.shape
+    experts, blocks = method.config.experts, method.backbone.routed_blocks - 1
+    count = experts ** (length * blocks)
+    digits = experts ** torch.arange(length * blocks, device=x0.device)
+    routes = (torch.arange(count, device=x0.device)[:, None] // digits % experts).view(count, blocks, length, 1)
+    z = routes.repeat(2 * batch, 1, 1, 1)  # [x0; xt], each row with every route
+
+    def forced(block: int, logits: Float[Tensor, "N L E"]) -> Gate:
+        return Gate(z[:, block], torch.ones_like(z[:, block], dtype=logits.dtype))
+
+    masked = xt == method.space.mask_id
+    marks = torch.cat([masked, torch.zeros_like(masked)]) if method.config.mask_aware else None
+    logits, route_logits = method.backbone.forward_last(
+        torch.cat([x0, xt]).repeat_interleave(count, 0),
+        torch.cat([t, t]).repeat_interleave(count),
+        marks=None if marks is None else marks.repeat_interleave(count, 0),
+        route=forced,
+    )
+    post, prior = zip(*(torch.log_softmax(one.double(), -1).chunk(2) for one in route_logits), strict=True)
+    rows = batch * count
+    log_q = torch.zeros(rows, dtype=torch.float64, device=x0.device)
+    for block in range(blocks):
+        log_q = log_q + post[block].gather(-1, z[:rows, block]).sum((1, 2))
+    hidden = masked.repeat_interleave(count, 0).double()
+    counted = hidden if method.config.kl_positions == "masked" else torch.ones_like(hidden)
+    kl = torch.zeros_like(log_q)
+    for q, p in zip(post, prior, strict=True):
+        kl = kl + ((q.exp() * (q - p)).sum(-1) * counted).sum(-1)
+    chosen = x0.repeat_interleave(count, 0)[None, ..., None].expand(experts, -1, -1, 1)
+    token = torch.log_softmax(logits[:, rows:].double(), -1).gather(-1, chosen).squeeze(-1)  # (E, N, L)
+    recon = -torch.einsum("nle,enl,nl->n", post[-1].exp(), token, hidden)
+    share = log_q.exp().view(batch, count)
+    return (share * recon.view(batch, count)).sum(-1), (share * kl.view(batch, count)).sum(-1)
+
+
+def _gradient(value: Float[Tensor, ""], parameters: Sequence[Tensor]) -> Float[Tensor, " N"]:
+    """Gradient of all parameters as one vector in float64, zero where there is none."""
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    each = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+    return torch.cat([one.flatten() for one in each]).double()
 
 
 def _draws(

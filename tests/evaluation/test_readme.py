@@ -151,3 +151,96 @@ def test_the_command(folder, capsys):
 
 def test_the_promised_blocks_are_registered():
     assert {"toy-validity", "toy-overlap", "toy-source", "toy-gaps"} <= set(GENERATORS)
+
+
+# --- Exact laws, and two equal bits -------------------------------------------------------------------------------
+
+
+def toy_row(method: str, metric: str, value: float, **changes: object) -> Row:
+    fields = dict(task="toy", data="8-modes", method=method, recipe=f"toy-8modes-{method}", seed=0, nfe=1)
+    return Row(**(fields | dict(metric=metric, value=value) | changes))
+
+
+def exact_and_sampled() -> list[Row]:
+    """Two seeds of three methods at two NFE; samples lie 1 point off at one place and 0.1 at all others."""
+    rows = []
+    for method, base in (("mdlm", 40.0), ("emoe", 90.0), ("emoe-plus", 95.0)):
+        for seed in (0, 1):
+            for nfe in (1, 32):
+                at = dict(seed=seed, nfe=nfe)
+                exact = {"validity": base + 2 * seed, "overlap": base - 10, "nll": 5 + seed / 10, "kl": 0.5 + seed / 10}
+                rows += [toy_row(method, name, value, convention="exact", **at) for name, value in exact.items()]
+                off = 1.0 if (method, seed, nfe) == ("emoe", 0, 32) else 0.1
+                rows.append(toy_row(method, "validity", exact["validity"] + off, n=2500, stderr=0.6, **at))
+    return rows
+
+
+def made(tmp_path: Path, name: str, rows: list[Row], *, task: str = "toy") -> str:
+    record(tmp_path / "results" / f"{task}.json", run(), rows)
+    return blocks(render(block(name), tmp_path / "results"))[name].replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_exact_laws_have_a_table_per_density(tmp_path):
+    # Neither an ablation nor the demo's model is averaged in, nor are the yardsticks.
+    others = [
+        toy_row("emoe", "validity", 1.0, convention="exact", recipe="toy-8modes-emoe method.route-tau=0"),
+        toy_row("emoe", "validity", 2.0, convention="exact", recipe="demo-emoe"),
+        toy_row("ideal", "validity", 3.0, convention="exact", recipe="reference"),
+        toy_row("vadd", "validity", 75.0, convention="exact", data="swiss-roll", recipe="toy-swissroll-vadd"),
+    ]
+    said = made(tmp_path, "toy-exact", exact_and_sampled() + others)
+    assert "| 8-modes | of the exact law | NFE 1 | NFE 32 |" in said
+    assert "| MDLM | Validity (%) | 41.0 ±1.0 | 41.0 ±1.0 |" in said
+    assert "| E-MoE | Validity (%) | 91.0 ±1.0 | 91.0 ±1.0 |" in said
+    assert "| E-MoE+ | Overlap (%) | 85.0 ±0.0 | 85.0 ±0.0 |" in said
+    assert "| E-MoE | NLL (nats per row) | 5.050 ±0.050 | 5.050 ±0.050 |" in said
+    assert "| E-MoE+ | KL(data \\|\\| model) (nats) | 0.550 ±0.050 | 0.550 ±0.050 |" in said
+    roll = said[said.index("| Swiss-roll | of the exact law | NFE 1 |") :]
+    assert "| VADD | Validity (%) | 75.0 |" in roll and "| VADD | NLL (nats per row) | — |" in roll
+    assert "ideal" not in said and said.index("| 8-modes") < said.index("| Swiss-roll")
+    # sqrt(90 * 10 / 2500) = 0.6 points, of which one point is 1.7.
+    assert (
+        "Largest distance between sampled and exact validity in 12 comparisons: 1.7 standard errors "
+        "(E-MoE on 8-modes, seed 0, NFE 32: 91.00 % of 2,500 samples, 90.00 % of the law)."
+    ) in said
+
+
+def test_the_distance_counts_the_error_of_a_drawn_law(tmp_path):
+    law = toy_row("vadd", "validity", 90.0, convention="exact", stderr=0.8)
+    said = made(tmp_path, "toy-exact", [law, toy_row("vadd", "validity", 95.0, n=2500)])
+    assert "in 1 comparisons: 5.0 standard errors" in said  # 5 / hypot(0.6, 0.8)
+
+
+def test_no_exact_laws_and_no_samples_are_said_plainly(tmp_path):
+    rows = exact_and_sampled()
+    assert "No sampled validity" in made(tmp_path, "toy-exact", [row for row in rows if row.convention])
+    sampled = [row for row in rows if not row.convention] + [toy_row("ideal", "validity", 3.0, convention="exact")]
+    said = made(tmp_path / "other", "toy-exact", sampled)
+    assert said.strip() == "*No numbers here yet: run `emoe reproduce toy --exact`.*"
+
+
+def test_two_bits_stand_beside_the_models_and_do_not_mix(tmp_path):
+    def bits(value: float, convention: str, method: str = "emoe", **more: object) -> Row:
+        fields = dict(task="likelihood", data="two-bits", method=method, recipe=None, seed=None, nfe=None)
+        return Row(**(fields | dict(metric="nll", convention=convention, value=value) | more))
+
+    rows = [bits(0.6931, "exact", "data")]
+    for weight, name, least in (("1", "objective", 0.2312), ("1/t", "objective, KL/t", 0.3467)):
+        mine = dict(recipe=f"two-bits-weight-{weight}")
+        rows.append(bits(least, name, **mine))
+        for steps in (1, 2, 16):
+            rows += [bits(1 + steps, f"bound@{steps}", **mine), bits(2 + steps, "exact", nfe=steps, **mine)]
+    models = [toy_row("data", "nll", 4.4, convention="exact", nfe=None, n=10)]
+    models += [toy_row(m, "nll", 4.5, convention="objective", nfe=None) for m in ("mdlm", "vadd", "emoe")]
+    models += [toy_row(m, "nll", 4.6, convention="exact", nfe=1) for m in ("mdlm", "vadd", "emoe")]
+    said = made(tmp_path, "two-bits", rows + models, task="likelihood")
+    assert "| minimised | in theory | bound@1 | bound@2 | bound@16 | exact NLL, T = 1 |" in said
+    assert "| KL × 1 | **0.231** | log(2) / 3 = 0.231 | 2.000 | 3.000 | 17.000 | 3.000 | 4.000 | 18.000 |" in said
+    assert "| KL × 1/t (VADD as published) | **0.347** | log(2) / 2 = 0.347 | 2.000 |" in said
+    assert "The entropy of the data is 0.693 nats." in said and "commit `0123456789ab-dirty` on a GPU" in said
+    table = made(tmp_path, "likelihood-table", [], task="likelihood")
+    assert "| E-MoE | objective | 4.500 |" in table and "law has 4.400 nats" in table
+    assert "17.000" not in table and "T = 2" not in table
+    assert "run `emoe reproduce likelihood --only two-bits`" in made(
+        tmp_path / "b", "two-bits", models, task="likelihood"
+    )

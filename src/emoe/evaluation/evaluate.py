@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from emoe.domains.base import Domain
-from emoe.evaluation.likelihood import likelihoods
+from emoe.evaluation.likelihood import Tick, likelihoods
 from emoe.evaluation.pools import Pool, draw_pool
 from emoe.evaluation.results import Row
 from emoe.experiment import Experiment
@@ -55,12 +55,20 @@ def evaluate_likelihood(
     *,
     rows: int = 2_000,
     seed: int | None = None,
+    tick: Tick | None = None,
 ) -> list[Row]:
     """Named likelihoods of rows that were not trained on, each under its convention; nll is in nats per row."""
     seed = experiment.seed if seed is None else seed
     held_out = domain.fresh(rows, derive_seed(seed, "held out"))
-    found = likelihoods(method, domain.rows, held_out, conventions, seed)
+    found = likelihoods(method, domain.rows, held_out, conventions, seed, tick=tick)
     return [make_row(item, domain, experiment, nfe=None, convention=str(name)) for name, item in found]
+
+
+def method_name(experiment: Experiment) -> str:
+    """The method of an experiment in results: its kind, `emoe-plus` for recipes such as `toy-8modes-emoe-plus`."""
+    kind = str(experiment.method.kind)
+    plus = f"{kind}-plus"
+    return plus if experiment.name.partition(" ")[0].endswith(plus) else kind
 
 
 def make_row(
@@ -72,11 +80,11 @@ def make_row(
     method: str | None = None,
     convention: str | None = None,
 ) -> Row:
-    """A measurement as a row of the results contract."""
+    """A measurement as a row of the results contract; `method` is the experiment's unless it is given."""
     return Row(
         task=domain.task,
         data=domain.name,
-        method=method or experiment.method.kind,
+        method=method or method_name(experiment),
         recipe=experiment.name,
         seed=experiment.seed,
         nfe=nfe,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Int
@@ -13,6 +13,8 @@ from torch import Tensor
 from emoe.methods.base import MaskedDiffusion, Method
 from emoe.rng import Rng, derive_seed
 from emoe.types import Convention, Measurement
+
+Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
 def default_conventions(method: Method) -> list[Convention]:
@@ -26,6 +28,15 @@ def default_conventions(method: Method) -> list[Convention]:
     return [Convention.parse(name) for name in names]
 
 
+def passes(convention: Convention, repeats: int | None = None) -> int:
+    """How often `estimate_nll` runs all rows, a measure of how long it takes."""
+    return _repeats(convention, repeats) * max(1, convention.draws)
+
+
+def _repeats(convention: Convention, repeats: int | None) -> int:
+    return repeats or (4 if convention.draws else 8)
+
+
 @torch.no_grad()
 def estimate_nll(
     method: Method,
@@ -35,22 +46,25 @@ def estimate_nll(
     repeats: int | None = None,
     seed: int = 0,
     batch: int = 4096,
+    tick: Tick | None = None,
 ) -> Measurement:
     """Mean over rows of a named likelihood, in nats per row, with its standard error.
 
     All rows are drawn for `repeats` times (8 by default, 4 with importance weights) with fresh times, masks and
     latents; the standard error is that of the mean of the repeats: the error of the estimate for these rows, not that
-    of having chosen these rows.
+    of having chosen these rows. `tick` is told of every repeat.
     """
     device = next(method.parameters()).device
     rows = rows.to(device)
-    repeats = repeats or (4 if convention.draws else 8)
+    repeats = _repeats(convention, repeats)
     size = max(1, batch // max(1, convention.draws))
     means = []
     for repeat in range(repeats):
         rng = Rng(derive_seed(seed, "nll", convention, repeat), device=device)
         parts = [method.nll_bound(part, convention, rng.at(k)) for k, part in enumerate(rows.split(size))]
         means.append(torch.cat(parts).mean().item())
+        if tick is not None:
+            tick(max(1, convention.draws), str(convention))
     error = statistics.stdev(means) / math.sqrt(repeats) if repeats > 1 else None
     return Measurement("nll", statistics.fmean(means), error, len(rows))
 
@@ -98,11 +112,13 @@ def likelihoods(
     rows: Int[Tensor, "n L"],
     conventions: Sequence[Convention],
     seed: int = 0,
+    *,
+    tick: Tick | None = None,
 ) -> list[tuple[Convention, Measurement]]:
     """All measurements of the conventions; the coordination gain where there is a latent and bound@1 is asked for."""
     found: list[tuple[Convention, Measurement]] = []
     for convention in conventions:
-        nll = estimate_nll(method, rows, convention, seed=seed)
+        nll = estimate_nll(method, rows, convention, seed=seed, tick=tick)
         found += [(convention, item) for item in in_units(nll, method.space.length)]
         if (convention.kind, convention.steps) == ("bound", 1) and getattr(method, "has_latent", False):
             factorised = factorised_nll(train.cpu(), rows.cpu(), method.space.size)

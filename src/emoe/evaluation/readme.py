@@ -7,14 +7,15 @@ A block is everything between the lines `<!-- generated:NAME -->` and `<!-- /gen
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from emoe.evaluation.files import write_atomically
-from emoe.evaluation.grid import DATA, METHODS, table_rows, toy_grid
-from emoe.evaluation.results import Results, ResultsError, RunInfo
+from emoe.evaluation.grid import DATA, METHODS, REFERENCES, measure, plain_recipe, table_rows, toy_grid
+from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, mean_over_seeds
 from emoe.evaluation.tables import markdown_table, seeds_and_samples, toy_note, toy_table
 
 Generator = Callable[[Path], str]
@@ -208,6 +209,7 @@ def toy_steps(results: Results) -> str:
 @results_block("likelihood-table", "likelihood")
 def likelihood_table(results: Results) -> str:
     """Objective, bounds and exact NLL of the demo's models against the number of steps, in nats per row."""
+    results = results.only(task="toy")
     steps = sorted({row.nfe for row in results.select(metric="nll", convention="exact") if row.nfe is not None})
     lines = []
     for method in ("mdlm", "vadd", "emoe"):
@@ -225,14 +227,121 @@ def likelihood_table(results: Results) -> str:
     (truth,) = results.select(metric="nll", method="data", convention="exact")[:1]
     gains = results.select(metric="coordination_gain")
     said = ", ".join(f"{METHODS[row.method]} {row.value:+.3f}" for row in gains)
-    runs = {(run.commit[:12], run.device) for run in results.runs.values()}
-    source = "; ".join(f"commit `{commit}` on {device}" for commit, device in sorted(runs))
     table = markdown_table(
         ["Method", "nats per row", *(f"T = {t}" for t in steps)], lines, align="ll" + "r" * len(steps)
     )
     return (
         f"{table}\nThe data's own law has {truth.value:.3f} nats on the same {truth.n:,} held-out rows. Coordination "
-        f"gain in nats per token: {said}. Made by `emoe reproduce likelihood`, {source}."
+        f"gain in nats per token: {said}. Made by `emoe reproduce likelihood`, {_source(results)}."
+    )
+
+
+def _source(results: Results) -> str:
+    """Commits and devices of all runs behind results."""
+    runs = {(run.commit[:12] + "-dirty" * run.commit.endswith("-dirty"), run.device) for run in results.runs.values()}
+    return "; ".join(f"commit `{commit}` on {device}" for commit, device in sorted(runs))
+
+
+@results_block("two-bits", "likelihood")
+def two_bits(results: Results) -> str:
+    """Two equal bits: what was minimised, and bounds and exact NLL of the same model, beside the entropy."""
+    results = results.only(data="two-bits", metric="nll")
+    if not results.rows:
+        return "*No numbers here yet: run `emoe reproduce likelihood --only two-bits`.*"
+    (entropy,) = results.select(method="data")
+    names = {"objective": "KL × 1", "objective, KL/t": "KL × 1/t (VADD as published)"}
+    models = [row for row in results.rows if row.convention in names]
+    bounds = sorted({row.convention for row in results.rows if str(row.convention).startswith("bound@")}, key=_number)
+    steps = sorted({row.nfe for row in results.select(method="emoe", convention="exact")}, key=_number)
+    lines = []
+    for model in models:
+        values = {(row.convention, row.nfe): row.value for row in results.select(recipe=model.recipe, method="emoe")}
+        share = 3 if model.convention == "objective" else 2
+        lines.append(
+            [
+                names[str(model.convention)],
+                f"**{model.value:.3f}**",
+                f"log(2) / {share} = {math.log(2) / share:.3f}",
+                *(f"{values[name, None]:.3f}" for name in bounds),
+                *(f"{values['exact', t]:.3f}" for t in steps),
+            ]
+        )
+    header = ["Objective", "minimised", "in theory", *map(str, bounds), *(f"exact NLL, T = {t}" for t in steps)]
+    return (
+        f"{markdown_table(header, lines)}\nThe entropy of the data is {entropy.value:.3f} nats. Nothing here is drawn; "
+        f"bounds and NLL are those of the model that the minimisation found. Made by "
+        f"`emoe reproduce likelihood --only two-bits`, {_source(results)}."
+    )
+
+
+def _number(name: str | int | None) -> int:
+    """The T of `bound@T`, or a number of steps, to sort by."""
+    return int(str(name).rpartition("@")[2])
+
+
+@results_block("toy-exact", "toy")
+def toy_exact(results: Results) -> str:
+    """Measures of the exact laws of the toy's models, a table per density, and how far samples lie from them."""
+    found = [row for row in results.select(task="toy", convention="exact") if row.method not in REFERENCES]
+    if not found:
+        return "*No numbers here yet: run `emoe reproduce toy --exact`.*"
+    groups = {
+        (row.data, row.method): [r for r in found if (r.data, r.method) == (row.data, row.method)] for row in found
+    }
+    plain = {key: plain_recipe(rows) for key, rows in groups.items()}
+    parts = []
+    for data in _ordered({key[0] for key in plain}, DATA):
+        steps = sorted({row.nfe for key, rows in plain.items() if key[0] == data for row in rows}, key=_number)
+        lines = []
+        for method in _ordered({key[1] for key in plain if key[0] == data}, METHODS):
+            for metric in ("validity", "overlap", "nll", "kl"):
+                cells = [
+                    [row for row in plain[data, method] if (row.metric, row.nfe) == (metric, nfe)] for nfe in steps
+                ]
+                label = METHODS.get(method, method)
+                lines.append([label, measure(metric).label, *(_mean(rows, metric) for rows in cells)])
+        header = [DATA.get(data, data), "of the exact law", *(f"NFE {nfe}" for nfe in steps)]
+        parts.append(markdown_table(header, lines, align="ll" + "r" * len(steps)))
+    used = [row for rows in plain.values() for row in rows]
+    seeds = sorted({row.seed for row in used if row.seed is not None})
+    note = f"Mean ± standard error over seeds ({', '.join(map(str, seeds))})."
+    return "\n".join([*parts, f"{note} {_largest_distance(results, used)}"])
+
+
+def _ordered(names: set[str], known: Iterable[str]) -> list[str]:
+    """Names in the order of the known ones, the others after them."""
+    return [name for name in known if name in names] + sorted(names - set(known))
+
+
+def _mean(rows: list[Row], metric: str) -> str:
+    mean, digits = mean_over_seeds(rows), measure(metric).digits
+    if mean is None:
+        return "—"
+    error = "" if mean.stderr is None else f"\N{NO-BREAK SPACE}±{mean.stderr:.{digits}f}"
+    return f"{mean.mean:.{digits}f}{error}"
+
+
+def _largest_distance(results: Results, exact: list[Row]) -> str:
+    """The largest |sampled - exact validity| in standard errors, over every run and NFE that has both.
+
+    The error is that of n independent samples of the exact law, sqrt(p (1 - p) / n), which stays above zero where all
+    samples happen to be valid; that of an exact law whose latent was drawn is added in squares.
+    """
+    distances = []
+    for law in (row for row in exact if row.metric == "validity"):
+        same = dict(data=law.data, method=law.method, recipe=law.recipe, seed=law.seed, nfe=law.nfe)
+        for row in results.select(task="toy", metric="validity", convention=None, **same):
+            spread = law.value * (100 - law.value) / row.n if row.n else 0.0
+            error = math.hypot(math.sqrt(max(spread, 0.0)), law.stderr or 0.0)
+            if error > 0:
+                distances.append((abs(row.value - law.value) / error, row, law))
+    if not distances:
+        return "No sampled validity stands beside these."
+    most, row, law = max(distances, key=lambda found: found[0])
+    return (
+        f"Largest distance between sampled and exact validity in {len(distances)} comparisons: {most:.1f} standard "
+        f"errors ({METHODS.get(row.method, row.method)} on {DATA.get(row.data, row.data)}, seed {row.seed}, NFE "
+        f"{row.nfe}: {row.value:.2f} % of {row.n:,} samples, {law.value:.2f} % of the law)."
     )
 
 

@@ -20,7 +20,7 @@ from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import stratified_times
 from emoe.ramps import Ramp
 from emoe.rng import Rng
-from emoe.types import Convention, Denoised, Inference, Loss, StepEvent, TokenSpace, Wants, Weighed
+from emoe.types import Convention, Denoised, Inference, Loss, Objective, StepEvent, TokenSpace, Wants, Weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class MaskedDiffusion(Method):
     """Masked diffusion whose reverse step is a mixture of factorised steps (Eq. 4-6, Algo. 1-2).
 
     A concrete method gives two functions: `infer`, the posterior pass of training, and `denoise`, the prior pass of
-    sampling. `weigh` is a third one, for importance-weighted likelihoods. The rest is here and is not overridden.
+    sampling. `weigh` is a third one, for importance-weighted likelihoods, and `objective` a fourth one, where the
+    gradient needs more than one draw. The rest is here and is not overridden.
     """
 
     has_latent: ClassVar[bool] = True
@@ -133,16 +134,31 @@ class MaskedDiffusion(Method):
             len(x0), rng.stream("time", shared=True), low=self.config.t_low, rank=rng.rank, world=rng.world
         )
         xt = mask_tokens(x0, self.config.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
-        out = self.infer(x0, xt, t, knobs, rng)
-        recon = self.config.schedule.elbo_weight(t) * masked_nll(out.log_x_theta, x0)
-        kl = out.kl if out.train_kl is None else out.train_kl
-        objective = recon + self.kl_weight(t, knobs) * kl
-        total = objective.mean() / self.space.length
-        log = {"recon": recon.mean() / self.space.length, "kl": out.kl.mean() / self.space.length, **out.log}
+        out = self.objective(x0, xt, t, knobs, rng)
+        length = self.space.length
+        total = out.loss.mean() / length
+        log = {"recon": out.recon.mean() / length, "kl": out.kl.mean() / length, **out.log}
         if out.aux is not None:
             log["aux"] = out.aux
             total = total + out.aux
         return Loss(total, {"loss": total, **log})
+
+    def objective(
+        self,
+        x0: Int[Tensor, "B L"],
+        xt: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        knobs: Mapping[str, Tensor],
+        rng: Rng,
+    ) -> Objective:
+        """w(t) * masked NLL + weight * KL for one draw of the latent, whose gradient is that of the loss.
+
+        A method whose gradient takes more than that (several draws, score functions) overrides it.
+        """
+        out = self.infer(x0, xt, t, knobs, rng)
+        recon = self.config.schedule.elbo_weight(t) * masked_nll(out.log_x_theta, x0)
+        kl = out.kl if out.train_kl is None else out.train_kl
+        return Objective(recon + self.kl_weight(t, knobs) * kl, recon, out.kl, out.aux, out.log)
 
     @torch.no_grad()
     def nll_bound(self, x0: Int[Tensor, "B L"], convention: Convention, rng: Rng) -> Float[Tensor, " B"]:

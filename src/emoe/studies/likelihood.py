@@ -1,4 +1,4 @@
-"""How the named likelihoods differ: objective, bound@T, iw@T,K and exact NLL against T, for the demo's three models."""
+"""How the named likelihoods differ: objective, bound@T, iw@T,K and exact NLL against T; and two equal bits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.cli import Parser
-from emoe.commands import split_settings
+from emoe.commands import meter, split_settings
+from emoe.config import ConfigError
 from emoe.domains.toy import Toy
 from emoe.evaluation.evaluate import make_row
+from emoe.evaluation.exact_toy import law_work, laws
 from emoe.evaluation.grid import METHODS
-from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll
+from emoe.evaluation.likelihood import Tick, coordination_gain, estimate_nll, factorised_nll, passes
 from emoe.evaluation.results import Results, Row
-from emoe.exact import NODES, chain_laws, exact_nll, repeated_laws
+from emoe.exact import exact_nll
 from emoe.experiment import customise
 from emoe.methods.base import MaskedDiffusion
-from emoe.methods.vadd import VADD
 from emoe.recipes import get_recipe
 from emoe.rng import derive_seed
 from emoe.runs import Run
 from emoe.studies.base import make_study
+from emoe.studies.two_bits import WORK, two_bits_rows
 from emoe.types import Convention, Measurement
 
 EXPERIMENTS = ("demo-emoe", "demo-vadd", "demo-mdlm")
 STEPS = (1, 2, 4, 8, 16)
 DRAWS = 16
 ROWS = 8_000
+PARTS = ("models", "two-bits")
 
 
 def main(words: list[str]) -> int:
@@ -39,8 +42,10 @@ def main(words: list[str]) -> int:
     parser = Parser(
         prog="emoe reproduce likelihood",
         description="Train the demo's three models (minutes on 2 CPU cores) and compare every named likelihood with "
-        "the exact NLL of the T-step sampler on the same held-out rows. Writes likelihood.json and a figure.",
+        "the exact NLL of the T-step sampler on the same held-out rows; and minimise the objective for two equal bits, "
+        "where it falls below their entropy. Writes likelihood.json and a figure.",
     )
+    parser.add_argument("--only", help="one part alone: models, or two-bits (half a minute)")
     parser.add_argument(
         "--runs", default="runs/demo", help="where run folders go (default runs/demo: reuses the demo's)"
     )
@@ -48,24 +53,39 @@ def main(words: list[str]) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(rest)
+    if args.only not in (None, *PARTS):
+        raise ConfigError([f"only: {args.only!r} is not known; allowed: {', '.join(PARTS)}"])
     folder = Path(args.results)
     study = make_study(
         "reproduce likelihood", words, folder=Path(args.runs), results=folder / "likelihood.json", device=args.device,
         quiet=args.quiet,
     )  # fmt: skip
-    study.run([customise(get_recipe(name), settings) for name in EXPERIMENTS])
-    for run in study.runs:
-        study.note(f"likelihoods of {run.experiment.name}")
-        study.add(likelihood_rows(run))
-    results = Results.load(folder / "likelihood.json").only(metric=("nll", "coordination_gain"))
-    results.save(folder / "likelihood.json")
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
-    figure(results, folder / "figures" / "likelihood.png")
-    study.note(f"written: {folder / 'likelihood.json'}, {folder / 'figures' / 'likelihood.png'}")
+    written = [folder / "likelihood.json"]
+    if args.only != "models":
+        with meter(WORK, "two equal bits", quiet=args.quiet) as tick:
+            study.add(two_bits_rows(tick))
+    if args.only != "two-bits":
+        study.run([customise(get_recipe(name), settings) for name in EXPERIMENTS])
+        for run in study.runs:
+            total = sum(passes(Convention.parse(name)) for name in _names(run)) + law_work(run.method, STEPS)
+            with meter(total, f"likelihoods of {run.experiment.name}", quiet=args.quiet) as tick:
+                study.add(likelihood_rows(run, tick))
+        results = Results.load(folder / "likelihood.json").only(metric=("nll", "coordination_gain"))
+        results.save(folder / "likelihood.json")
+        written.append(folder / "figures" / "likelihood.png")
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
+        figure(results.only(task="toy"), written[-1])
+    study.note(f"written: {', '.join(map(str, written))}")
     return 0
 
 
-def likelihood_rows(run: Run) -> list[Row]:
+def _names(run: Run) -> list[str]:
+    """The named likelihoods of a run."""
+    names = ["objective", *([] if getattr(run.method, "has_latent", False) else ["nelbo"])]
+    return names + [name for steps in STEPS for name in (f"bound@{steps}", f"iw@{steps},{DRAWS}")]
+
+
+def likelihood_rows(run: Run, tick: Tick | None = None) -> list[Row]:
     """All named likelihoods of a toy run and the exact NLL, on the same held-out rows; and the data's entropy."""
     toy, method = run.domain, run.method
     assert isinstance(toy, Toy) and isinstance(method, MaskedDiffusion)
@@ -77,25 +97,19 @@ def likelihood_rows(run: Run) -> list[Row]:
     cells = toy.cell_probabilities()
     truth = Measurement("nll", exact_nll(cells, held_out).mean().item(), None, ROWS)
     rows = [row(truth, "exact", kind="data")]
-    names = ["objective", *([] if method.has_latent else ["nelbo"])]
-    names += [name for steps in STEPS for name in (f"bound@{steps}", f"iw@{steps},{DRAWS}")]
-    for name in names:
-        nll = estimate_nll(method, held_out, Convention.parse(name), seed=run.experiment.seed)
+    for name in _names(run):
+        nll = estimate_nll(method, held_out, Convention.parse(name), seed=run.experiment.seed, tick=tick)
         rows.append(row(nll, name))
         if name == "bound@1" and method.has_latent:
             best = factorised_nll(toy.rows, held_out, toy.space.size)
             rows.append(row(coordination_gain(nll, best, toy.space.length), name))
-    return rows + [row(item, "exact", steps) for steps, item in exact_rows(method, held_out).items()]
+    return rows + [row(item, "exact", steps) for steps, item in exact_nlls(method, held_out, tick).items()]
 
 
-def exact_rows(method: MaskedDiffusion, rows: Int[Tensor, "n L"]) -> dict[int, Measurement]:
+def exact_nlls(method: MaskedDiffusion, rows: Int[Tensor, "n L"], tick: Tick | None = None) -> dict[int, Measurement]:
     """Mean exact NLL of rows for each T; where latents have to be drawn, with the standard error of four laws."""
-    if isinstance(method, VADD) and method.config.latent not in NODES:
-        laws = repeated_laws(method, STEPS, repeats=4)
-    else:
-        laws = {steps: law[None] for steps, law in chain_laws(method, STEPS).items()}
     found = {}
-    for steps, several in laws.items():
+    for steps, several in laws(method, STEPS, tick=tick).items():
         each = torch.stack([exact_nll(law, rows).mean() for law in several])
         error = each.std().item() / math.sqrt(len(each)) if len(each) > 1 else None
         found[steps] = Measurement("nll", exact_nll(several.mean(0), rows).mean().item(), error, len(rows))

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from emoe.cli import Parser
-from emoe.commands import exact_rows, parse_numbers, split_settings
+from emoe.commands import parse_numbers, split_settings
 from emoe.config import ConfigError
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.figures import grid_picture
 from emoe.domains.toy.metrics import ideal_factorised, validity_of_law
 from emoe.evaluation.evaluate import make_row
+from emoe.evaluation.exact_toy import exact_rows
 from emoe.evaluation.grid import METHODS, toy_grid
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import print_grid, toy_tables
@@ -39,7 +40,7 @@ def main(words: list[str]) -> int:
         "recipes can be overridden, for instance --train.steps 500 for a try.",
     )
     parser.add_argument("--seeds", default="0,1,2", help="seeds (default 0,1,2)")
-    parser.add_argument("--methods", default="mdlm,vadd,emoe", help="methods (default mdlm,vadd,emoe)")
+    parser.add_argument("--methods", default="mdlm,vadd,emoe", help="methods, ends of recipes (default mdlm,vadd,emoe)")
     parser.add_argument("--densities", default=",".join(DENSITIES), help="densities (default: both)")
     parser.add_argument("--runs", default="runs/toy", help="where run folders go (default runs/toy)")
     parser.add_argument("--results", default="results", help="folder of toy.json, toy.md and figures (default results)")
@@ -62,7 +63,7 @@ def main(words: list[str]) -> int:
         quiet=args.quiet, jobs=jobs,
     )  # fmt: skip
     if args.exact:
-        study.more = lambda run: exact_rows(run, run.experiment.eval.nfe)
+        study.more = lambda run: exact_rows(run.method, run.domain, run.experiment, run.experiment.eval.nfe)
     study.run(experiments)
     results = study.add(reference_rows(study))
     (folder / "toy.md").write_text(toy_tables(results), encoding="utf-8")
