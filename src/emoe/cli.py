@@ -22,6 +22,7 @@ COMMANDS = {
     "sample": "draw samples from a trained run",
     "eval": "measure a trained run over numbers of steps (NFE)",
     "verify": "check a run, or random tiny models, against exact laws",
+    "sweep": "search over settings: many small runs at once, ranked in a table",
     "reproduce": "run a table of the paper from end to end",
     "report": "write an HTML report from results or runs",
     "demo": "train three methods in minutes and show the difference",

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,15 @@ from emoe.cli import Parser
 from emoe.config import Config, ConfigError, allowed_range, hint, paths, to_dict, type_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from emoe.evaluation.likelihood import Tick
     from emoe.evaluation.results import Results, Row
-    from emoe.runs import Run
     from emoe.types import Convention
 
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
 LARGEST_SEED = 2**63 - 1
+LINE_SECONDS = 3.0  # between two lines of progress
 
 
 def split_settings(words: list[str], bare_fields: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
@@ -226,8 +228,9 @@ def cmd_eval(words: list[str]) -> int:
     held_out = parse_number("rows", args.rows, high=10_000_000)
     asked = parse_conventions(args.likelihood) if args.likelihood not in (None, "none") else None
     from emoe.evaluation.evaluate import evaluate, evaluate_likelihood
+    from emoe.evaluation.exact_toy import exact_rows, law_work
     from emoe.evaluation.grid import metric_grid
-    from emoe.evaluation.likelihood import default_conventions
+    from emoe.evaluation.likelihood import default_conventions, passes
     from emoe.evaluation.results import Results, RunInfo, describe_machine, record
     from emoe.evaluation.tables import print_grid
     from emoe.runs import load_run
@@ -242,11 +245,16 @@ def cmd_eval(words: list[str]) -> int:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
         rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
         if args.exact:
-            rows += exact_rows(run, nfe or run.experiment.eval.nfe)
+            asked_nfe = nfe or run.experiment.eval.nfe
+            with meter(law_work(run.method, asked_nfe), f"exact law of {folder}") as tick:
+                rows += exact_rows(run.method, run.domain, run.experiment, asked_nfe, tick=tick)
         if args.likelihood != "none":
             names = default_conventions(run.method) if asked is None else asked
             conventions |= dict.fromkeys(names)
-            rows += evaluate_likelihood(run.method, run.domain, run.experiment, names, rows=held_out, seed=seed)
+            with meter(sum(map(passes, names)), f"likelihoods of {folder}") as tick:
+                rows += evaluate_likelihood(
+                    run.method, run.domain, run.experiment, names, rows=held_out, seed=seed, tick=tick
+                )
         info = RunInfo(
             command=command_line("eval", words),
             wall_s=round(time.monotonic() - began, 1),
@@ -265,21 +273,23 @@ def cmd_eval(words: list[str]) -> int:
     return 0
 
 
-def exact_rows(run: Run, nfe: Iterable[int]) -> list[Row]:
-    """Validity, overlap, NLL and KL of the exact law of a toy run, convention `exact`."""
-    from emoe.domains.toy import Toy
-    from emoe.evaluation.evaluate import make_row
-    from emoe.evaluation.exact_toy import toy_measurements
-    from emoe.methods.base import MaskedDiffusion
+@contextmanager
+def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
+    """Show on standard error how much of `total` is done and how long the rest takes; short work says nothing."""
+    from emoe.engine.runlog import Progress
 
-    if not isinstance(run.domain, Toy) or not isinstance(run.method, MaskedDiffusion):
-        raise ConfigError([f"exact: {run.path} is no toy run; the law of other domains is too large to enumerate"])
-    found = toy_measurements(run.method, run.domain, nfe)
-    return [
-        make_row(item, run.domain, run.experiment, nfe=steps, convention="exact")
-        for steps, items in found.items()
-        for item in items
-    ]
+    done, shown = 0, time.monotonic()
+    with Progress(total, label=label, quiet=quiet) as progress:
+
+        def tick(size: int, text: str) -> None:
+            nonlocal done, shown
+            done += size
+            progress.update(done)
+            if time.monotonic() - shown >= LINE_SECONDS:
+                shown = time.monotonic()
+                progress.log(done, text)
+
+        yield tick
 
 
 def print_likelihoods(rows: Sequence[Row], conventions: list[Convention]) -> None:
@@ -406,6 +416,13 @@ def cmd_demo(words: list[str]) -> int:
     from emoe.studies import demo
 
     return demo.main(words)
+
+
+def cmd_sweep(words: list[str]) -> int:
+    """Search over settings."""
+    from emoe.studies import sweep
+
+    return sweep.main(words)
 
 
 def cmd_report(words: list[str]) -> int:

@@ -19,9 +19,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import to_dict
+from emoe.engine import checkpoint
 from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
-from emoe.evaluation.evaluate import evaluate, make_row
+from emoe.evaluation.evaluate import evaluate, make_row, method_name
 from emoe.evaluation.pools import Pool
 from emoe.evaluation.results import Results, Row, RunInfo, describe_machine, record
 from emoe.experiment import Experiment
@@ -53,8 +54,14 @@ class Study:
     quiet: bool = False
     jobs: int = 1  # runs trained at once, each in a thread and on a CUDA stream of its own
     more: Callable[[Run], list[Row]] | None = None  # further rows of a trained run
+    sampled: bool = True  # draw and measure samples as each experiment says; else `more` alone measures
+    tolerant: bool = False  # a run that fails is noted in `failed` and the others go on
+    deadline: float | None = None  # of time.monotonic(): later no run starts; finished ones are still measured
+    labels: dict[str, str] = field(default_factory=dict)  # name of a run's folder -> what the log calls it
     pools: Pools = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # name of a run's folder -> what ended it
+    skipped: list[str] = field(default_factory=list)  # folders of runs that were not started
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -84,7 +91,7 @@ class Study:
             ThreadPoolExecutor(self.jobs, initializer=torch.set_num_threads, initargs=(1,)) as threads,
         ):
             shares = Shares(whole)
-            futures = [threads.submit(self._one, experiment, stop, shares) for experiment in experiments]
+            futures = [threads.submit(self._attempt, experiment, stop, shares) for experiment in experiments]
             try:
                 for number, future in enumerate(as_completed(futures), 1):
                     whole.note(f"[{number}/{len(futures)}] {future.result()}")
@@ -97,9 +104,26 @@ class Study:
         self.runs.sort(key=lambda run: order.index(run.path.name))
         return Results.load(self.results)
 
+    def _attempt(self, experiment: Experiment, stop: StopSignal, shares: Shares) -> str:
+        """One experiment, if there is time left for it; a tolerant study outlives its failure."""
+        name = run_name(experiment)
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        if late and steps_done(self.folder / name) < experiment.train.steps:
+            self.skipped.append(name)
+            return f"{self._label(experiment)}: not run, the time is up"
+        try:
+            return self._one(experiment, stop, shares)
+        except Interrupted:
+            raise
+        except Exception as error:
+            if not self.tolerant:
+                raise
+            self.failed[name] = str(error) or type(error).__name__
+            return f"{self._label(experiment)}: FAILED: {self.failed[name]}"
+
     def _one(self, experiment: Experiment, stop: StopSignal, shares: Shares) -> str:
         """Train and measure one experiment; returns a line about it."""
-        label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
+        label = self._label(experiment)
         with self._own_stream():
             run = train(
                 experiment,
@@ -114,20 +138,27 @@ class Study:
                 raise Interrupted(run.result.signal)
 
             def keep(pool: Pool) -> None:
-                self.pools[run.domain.name, experiment.method.kind, experiment.seed, pool.nfe] = pool.samples
+                self.pools[run.domain.name, method_name(experiment), experiment.seed, pool.nfe] = pool.samples
 
-            rows = evaluate(run.method, run.domain, experiment, keep=keep)
+            rows = evaluate(run.method, run.domain, experiment, keep=keep) if self.sampled else []
             rows += self.more(run) if self.more is not None else []
         if run.result.seconds > 1:  # a finished run that was only reopened says nothing about training time
             spent = Measurement("train_s", round(run.result.seconds, 2), None, experiment.train.steps)
             rows.append(make_row(spent, run.domain, experiment, nfe=None))
         self.runs.append(run)
         self.add(rows)
-        first = min(experiment.eval.nfe)
+        first = min((row.nfe for row in rows if row.nfe is not None), default=None)
         values = ", ".join(
-            f"{row.metric} {row.value:.1f}" for row in rows if row.nfe == first and row.convention is None
+            f"{row.metric} {row.value:.4g}"
+            for row in rows
+            if row.nfe == first and (row.convention is None or not self.sampled)
         )
-        return f"{label}: {run.result.seconds:.1f} s; NFE {first}: {values}"
+        return f"{label}: {run.result.seconds:.1f} s; {'' if first is None else f'NFE {first}: '}{values}"
+
+    def _label(self, experiment: Experiment) -> str:
+        """An experiment in a line of the log."""
+        recipe = experiment.name.partition(" ")[0]
+        return self.labels.get(run_name(experiment), f"{recipe} seed {experiment.seed}")
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """One CUDA stream for each worker thread, kept over its runs: streams come from a pool of few."""
@@ -148,7 +179,7 @@ class Shares:
 
     def __init__(self, whole: Progress):
         self.whole, self.lock = whole, threading.Lock()
-        self.steps: dict[str, int] = {}
+        self.steps: dict[Share, int] = {}  # by run, not by label: two runs may be called alike
         self.shown = 0.0
 
     def of(self, label: str) -> Share:
@@ -166,7 +197,7 @@ class Share(Progress):
     def update(self, step: int) -> None:
         """Count the steps of this run."""
         with self.shares.lock:
-            self.shares.steps[self.label] = step
+            self.shares.steps[self] = step
             self.shares.whole.update(sum(self.shares.steps.values()))
 
     def log(self, step: int, text: str = "") -> None:
@@ -177,6 +208,12 @@ class Share(Progress):
                 self.shares.shown = time.monotonic()
                 done = sum(self.shares.steps.values())
                 self.shares.whole.log(done, f"{self.label}: step {step}, {text}")
+
+
+def steps_done(run: Path) -> int:
+    """Training steps behind the newest checkpoint of a run folder; 0 without one."""
+    newest = checkpoint.latest(run / "checkpoints")
+    return 0 if newest is None else int(newest.name.removeprefix("step-"))
 
 
 def run_name(experiment: Experiment) -> str:
