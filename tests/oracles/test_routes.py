@@ -537,12 +537,11 @@ def test_a_method_with_all_rows_on_one_expert_trains_and_leaves_the_others_alone
 
 
 def test_load_balance_is_one_when_even_and_the_number_of_experts_when_collapsed():
-    expert = torch.arange(12).view(3, 4, 1) % 4
-    even = Gate(expert, torch.ones(3, 4, 1).double())
+    even = torch.arange(12).view(3, 4) % 4
     assert load_balance(torch.zeros(3, 4, 4).double(), even).item() == pytest.approx(1, abs=1e-7)
-    sharp = 200 * torch.nn.functional.one_hot(expert[..., 0], 4).double()
+    sharp = 200 * torch.nn.functional.one_hot(even, 4).double()
     assert load_balance(sharp, even).item() == pytest.approx(1, abs=1e-7)
-    one = Gate(torch.full((3, 4, 1), 2), torch.ones(3, 4, 1).double())
+    one = torch.full((3, 4), 2)
     all_in = torch.tensor([0.0, 0, 200, 0]).double().expand(3, 4, 4)
     assert load_balance(all_in, one).item() == pytest.approx(4, abs=1e-7)
     assert usage(one, 4).tolist() == [0, 0, 1, 0] and usage(even, 4).tolist() == [0.25] * 4
@@ -554,7 +553,7 @@ def test_load_balance_is_one_when_even_and_the_number_of_experts_when_collapsed(
 
 def test_load_balance_pushes_the_router_away_from_the_busy_expert():
     logits = torch.zeros(1, 4, 3).double().requires_grad_()
-    busy = Gate(torch.tensor([0, 0, 0, 1]).view(1, 4, 1), torch.ones(1, 4, 1).double())
+    busy = torch.tensor([[0, 0, 0, 1]])
     load_balance(logits, busy).backward()
     slope = logits.grad.sum((0, 1))
     assert slope[0] > 0 and slope[2] < slope[1] < slope[0]

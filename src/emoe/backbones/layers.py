@@ -49,26 +49,49 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class RoutedMLP(nn.Module):
-    """The feed-forward part of a block: a linear router and the experts it chooses from.
+class Router(nn.Linear):
+    """A linear router over experts, with an optional LayerNorm before it and a soft cap on its logits behind it.
 
-    The router starts at zero: all experts are equally likely, and posterior and prior agree, until there is a reason
-    for them not to (docs/decisions/0015-initialisation.md).
+    It starts at zero by default: all experts are equally likely, and posterior and prior agree, until there is a
+    reason for them not to (docs/decisions/0015-initialisation.md).
     """
 
-    def __init__(self, width: int, hidden: int, experts: int, dispatch: Dispatch):
+    def __init__(self, width: int, experts: int, *, std: float = 0.0, norm: bool = False, cap: float | None = None):
+        super().__init__(width, experts)
+        if std:
+            nn.init.normal_(self.weight, std=std)
+        else:
+            nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.norm = nn.LayerNorm(width) if norm else None
+        self.cap = cap
+
+    def forward(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
+        """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap."""
+        logits = super().forward(x if self.norm is None else self.norm(x))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+class RoutedMLP(nn.Module):
+    """The feed-forward part of a block: a router and the experts it chooses from; see `Router` for its options."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        dispatch: Dispatch,
+        *,
+        std: float = 0.0,
+        norm: bool = False,
+        cap: float | None = None,
+    ):
         super().__init__()
-        self.router = nn.Linear(width, experts)
-        nn.init.zeros_(self.router.weight)
-        nn.init.zeros_(self.router.bias)
+        self.router = Router(width, experts, std=std, norm=norm, cap=cap)
         self.experts = RoutedExperts(width, hidden, experts, dispatch)
 
     def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:
-        """Router logits in at least single precision, and the policy's choice."""
-        logits = self.logits(x)
-        return logits, policy(block, logits)
-
-    def logits(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
-        """Router logits in at least single precision."""
+        """Router logits, and the policy's choice."""
         logits = self.router(x)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits, policy(block, logits)

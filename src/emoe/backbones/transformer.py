@@ -35,6 +35,11 @@ class TransformerConfig(BackboneConfig, kind="transformer"):
     hidden: int = option(512, doc="hidden size of each MLP or expert", low=1)
     time_size: int = option(64, doc="size of the sinusoidal time features; even", low=2)
     dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
+    router_std: float = option(0.0, doc="standard deviation of a router's first weights", low=0)
+    router_norm: bool = option(False, doc="a LayerNorm of its own before each router")
+    router_cap: float | None = option(
+        None, doc="soft cap c * tanh(logits / c) of router logits; none = no cap", above=0
+    )
 
     def conflicts(self) -> Iterator[str]:
         """Heads must divide the width, time features come in pairs."""
@@ -62,7 +67,15 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp: nn.Module
         if experts:
-            self.mlp = RoutedMLP(config.width, config.hidden, experts, config.dispatch)
+            self.mlp = RoutedMLP(
+                config.width,
+                config.hidden,
+                experts,
+                config.dispatch,
+                std=config.router_std,
+                norm=config.router_norm,
+                cap=config.router_cap,
+            )
         else:
             self.mlp = nn.Sequential(
                 nn.Linear(config.width, config.hidden), nn.GELU(), nn.Linear(config.hidden, config.width)
@@ -79,14 +92,15 @@ class Block(nn.Module):
             raise ValueError("a routed backbone needs a route policy")
         logits, gate = self.mlp.route(u, number, route)
         h, u = h[gate.keep_from :], u[gate.keep_from :]
-        return h + self.mlp.experts(u, gate), logits, gate
+        again = h.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else h
+        return again + self.mlp.experts(u, gate), logits, gate
 
     def every(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "E B L K"], Float[Tensor, "B L E"]]:
         """Features under each expert, and the router logits."""
         if not isinstance(self.mlp, RoutedMLP):
             raise ValueError("a dense backbone has no experts to run")
         h, u = self._attend(h)
-        return h + self.mlp.experts.every(u), self.mlp.logits(u)
+        return h + self.mlp.experts.every(u), self.mlp.router(u)
 
     def _attend(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "B L K"], Float[Tensor, "B L K"]]:
         h = h + self.attention(self.attention_norm(h))

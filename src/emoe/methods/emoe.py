@@ -19,9 +19,13 @@ from emoe.diffusion.masking import subs
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
-from emoe.routing.kl import load_balance, route_kl, routing_entropy, usage
-from emoe.routing.routes import Gradient, draw, paired, sharpened
-from emoe.types import BackboneOut, Denoised, Inference, TokenSpace, Wants, Weighed
+from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
+from emoe.routing.kl import load_balance, route_kl, routing_entropy, usage, usage_shortfall
+from emoe.routing.routes import Gradient, Redraw, carried, carries, draw, paired, sharpened
+from emoe.types import Denoised, Gate, Inference, Objective, TokenSpace, Wants, Weighed
+
+Estimator = Literal["pathwise", "wake-sleep", "vimco", "leave-one-out"]
+ESTIMATORS = {"wake-sleep": wake_sleep, "vimco": vimco, "leave-one-out": leave_one_out}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +34,48 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 
     experts: int = option(8, doc="experts E per block", low=1)
     top_k: int = option(2, doc="relaxed weights that are kept and get a gradient", low=1)
-    gradient: Gradient = option("top-k", doc="which straight-through weights get a gradient")
+    gradient: Gradient = option(
+        "top-k", doc="gradient of a drawn route: straight-through weights, or another estimator"
+    )
     relax_tau: Ramp = option(
         Exponential(start=1.0, end=0.1), doc="temperature of the Gumbel-softmax; shapes gradients only", above=0
     )
+    estimator: Estimator = option(
+        "pathwise", doc="how the posterior learns: pathwise through the gates, or by comparing draws"
+    )
+    draws: int = option(1, doc="routes K drawn from the posterior for each row and step, in one batched call", low=1)
+    redraw: Redraw = option("all", doc="where draws of a row differ: all routes, one block, or a quarter of positions")
+    credit: Literal["row", "position"] = option(
+        "row", doc="what a comparison of draws judges: the row as a whole, or each position by itself"
+    )
+    carriers: Literal["all", "spread"] = option(
+        "all", doc="positions whose routes the posterior chooses: all in every block, or each in one block, in turn"
+    )
+    last_block: Literal["drawn", "summed"] = option(
+        "drawn", doc="last block in training: its route is drawn, or all E are summed out (the sampler always draws)"
+    )
     kl_weight: Ramp = option(Constant(value=1.0), doc="weight of the route KL, summed over blocks and positions", low=0)
     kl_positions: Literal["all", "masked"] = option("all", doc="positions whose route KL is counted in training")
-    balance: float = option(0.0, doc="weight of the Switch load-balancing loss", low=0)
+    free_nats: float = option(0.0, doc="route KL of each block, in nats per row, that training does not count", low=0)
+    balance: float = option(0.0, doc="weight of the balance loss", low=0)
+    balance_form: Literal["switch", "floor"] = option(
+        "switch", doc="balance loss: Switch's, or how far the entropy of a block's usage is below `usage_floor`"
+    )
+    usage_floor: float = option(1.5, doc="entropy of a block's usage below which the balance loss acts, in nats", low=0)
     mask_aware: bool = option(False, doc="show the posterior which positions are masked, by a learned embedding")
     route_tau: float = option(1.0, doc="sharpening of the prior when sampling; 1 = the model, 0 = greedy", low=0)
 
     def conflicts(self) -> Iterator[str]:
-        """A gate cannot keep more weights than there are experts."""
+        """What cannot go together."""
         if self.top_k > self.experts:
             yield f"top_k: must be in 1..experts = {self.experts}, got {self.top_k}"
+        if self.estimator == "pathwise" and self.gradient == "none":
+            yield "gradient: none leaves the posterior without a signal; choose one, or another estimator"
+        if self.estimator != "pathwise":
+            if self.draws < 2:
+                yield f"draws: {self.estimator} compares draws and needs at least 2, got {self.draws}"
+            if self.kl_positions != "all" or self.free_nats:
+                yield f"{'free_nats' if self.free_nats else 'kl_positions'}: has no meaning with {self.estimator}"
 
     def wants(self) -> Wants:
         """Routed experts, and marks if the posterior is to see the mask pattern."""
@@ -52,6 +84,17 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> EMoE:
         """Make the method."""
         return EMoE(self, space, backbone)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Both passes of Algo. 1 for K draws of each row; N = B * K rows, the draws of a row one after the other."""
+
+    log_x_theta: Float[Tensor, "N L V"]
+    post: tuple[Float[Tensor, "N P E"], ...]  # posterior logits of the drawn blocks
+    prior: tuple[Float[Tensor, "N P E"], ...]
+    routes: tuple[Int[Tensor, "N P"], ...]  # the drawn experts
+    learned: tuple[Tensor, ...]  # 1 where a position carries: where the posterior is one of its own
 
 
 class EMoE(MaskedDiffusion):
@@ -79,24 +122,50 @@ class EMoE(MaskedDiffusion):
 
         Router logits of the clean half are the posterior, those of the noisy half along the same z the prior.
         """
-        out, post, prior = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
-        kl = route_kl(post, prior)
-        train_kl = None
-        if self.config.kl_positions == "masked":
-            train_kl = route_kl(post, prior, (xt == self.space.mask_id).to(kl.dtype)).sum(-1)
-        log_x_theta = subs(out.logits, xt, self.space.mask_id)
-        log = self._log(kl, post, prior, out)
-        return Inference(log_x_theta, kl.sum(-1), self._balance(post, out), log, train_kl)
+        passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
+        kl = route_kl(passes.post, passes.prior)
+        return Inference(passes.log_x_theta, kl.sum(-1), self._balance(passes), self._log(kl, passes),
+                         self._train_kl(kl, passes, xt))  # fmt: skip
+
+    def objective(
+        self,
+        x0: Int[Tensor, "B L"],
+        xt: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        knobs: Mapping[str, Tensor],
+        rng: Rng,
+    ) -> Objective:
+        """The loss over K draws of z from the posterior; one draw with pathwise gradients is Algo. 1 itself."""
+        config = self.config
+        if config.estimator == "pathwise" and config.draws == 1:
+            return super().objective(x0, xt, t, knobs, rng)
+        passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng, draws=config.draws)
+        kl = route_kl(passes.post, passes.prior)
+        weight = self.config.schedule.elbo_weight(t)[:, None, None]
+        log_token = passes.log_x_theta.gather(-1, x0.repeat_interleave(config.draws, dim=0)[..., None]).squeeze(-1)
+        f = weight * log_token.unflatten(0, (len(x0), config.draws))
+        recon, kl_row = -f.sum(-1).mean(1), kl.sum(-1).view(len(x0), -1).mean(1)
+        log = self._log(kl, passes)
+        if config.estimator == "pathwise":
+            counted = self._train_kl(kl, passes, xt.repeat_interleave(config.draws, dim=0))
+            counted = kl_row if counted is None else counted.view(len(x0), -1).mean(1)
+            loss = recon + self.kl_weight(t, knobs) * counted
+        else:
+            value = (recon + self.kl_weight(t, knobs) * kl_row).detach()
+            r, s = self._log_routes(passes)
+            r, s = r.unflatten(0, (len(x0), config.draws)), s.unflatten(0, (len(x0), config.draws))
+            if config.credit == "row":
+                f, r, s = (value.sum(-1, keepdim=True) for value in (f, r, s))
+            surrogate = ESTIMATORS[config.estimator](f, r, s, knobs["kl_weight"])
+            loss = value + (surrogate - surrogate.detach())
+            log["effective_draws"] = effective_draws(wake_sleep_weights(f, r, s, knobs["kl_weight"]))
+        return Objective(loss, recon, kl_row, self._balance(passes), log)
 
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
         """log p(z | xt) - log q(z | x0): both routers' log-probabilities of the drawn z, over blocks and positions."""
-        out, post, prior = self._both_passes(x0, xt, t, 1.0, rng)
-        ratio = torch.zeros(len(x0), device=x0.device, dtype=post[0].dtype)
-        for gate, post_d, prior_d in zip(out.gates, post, prior, strict=True):
-            drawn = gate.expert[: len(x0), :, :1]
-            difference = torch.log_softmax(prior_d, -1) - torch.log_softmax(post_d, -1)
-            ratio = ratio + difference.gather(-1, drawn).squeeze(-1).sum(-1)
-        return Weighed(subs(out.logits, xt, self.space.mask_id), ratio)
+        passes = self._both_passes(x0, xt, t, 1.0, rng)
+        r, s = self._log_routes(passes)
+        return Weighed(passes.log_x_theta, (r - s).sum(-1))
 
     def _both_passes(
         self,
@@ -105,42 +174,105 @@ class EMoE(MaskedDiffusion):
         t: Float[Tensor, " B"],
         relax_tau: Tensor | float,
         rng: Rng,
-    ) -> tuple[BackboneOut, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """One call on [x0; xt]: what the network says, posterior logits and prior logits, block by block."""
-        posterior = draw(rng.stream("route"), relax_tau, top_k=self.config.top_k, gradient=self.config.gradient)
+        draws: int = 1,
+    ) -> Passes:
+        """One call on [x0; xt]; with `last_block` summed the last router is the prior alone and nothing is drawn there.
+
+        Summed: log p(x^l | xt, z_<D) = log sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e).
+        """
+        config, summed = self.config, self.config.last_block == "summed"
+        coding = max(1, self.backbone.routed_blocks - 1) if config.carriers == "spread" else None
+        blocks = self.backbone.routed_blocks - summed
+        generator = rng.stream("route")
+        posterior = draw(
+            generator, relax_tau, top_k=config.top_k, gradient=config.gradient, draws=draws, redraw=config.redraw,
+            blocks=blocks,
+        )  # fmt: skip
         masked = xt == self.space.mask_id
-        out = self.backbone(
-            torch.cat([x0, xt]),
-            torch.cat([t, t]),
-            marks=torch.cat([masked, torch.zeros_like(masked)]) if self.config.mask_aware else None,
-            route=paired(posterior, self.backbone.routed_blocks),
-        )
-        post, prior = zip(*(logits.chunk(2) for logits in out.route_logits), strict=True)
-        return out, post, prior
+        gates: list[Gate] = []
+
+        def keep(block: int, logits: Tensor) -> Gate:
+            gates.append(posterior(block, logits))
+            return gates[-1]
+
+        rows, times = torch.cat([x0, xt]), torch.cat([t, t])
+        marks = torch.cat([masked, torch.zeros_like(masked)]) if config.mask_aware else None
+        route = paired(keep, blocks, coding)
+        many = xt.repeat_interleave(draws, dim=0) if draws > 1 else xt
+        if summed:
+            each, route_logits = self.backbone.forward_last(rows, times, marks=marks, route=route)
+            logits = _mixture(each, route_logits[-1], self.space.mask_id)
+        else:
+            out = self.backbone(rows, times, marks=marks, route=route)
+            logits, route_logits = out.logits, out.route_logits
+        post, prior, learned = [], [], []
+        for d in range(blocks):
+            clean, noisy = route_logits[d].chunk(2)
+            clean = carried(clean, noisy, d, coding)
+            again = draws if d == 0 and draws > 1 else 1
+            post.append(clean.repeat_interleave(again, dim=0) if again > 1 else clean)
+            prior.append(noisy.repeat_interleave(again, dim=0) if again > 1 else noisy)
+            positions = clean.shape[1]
+            learned.append(
+                clean.new_ones(positions) if coding is None
+                else carries(d, coding, positions, clean.device).to(clean.dtype)
+            )  # fmt: skip
+        routes = tuple(gate.expert[..., 0] for gate in gates)
+        return Passes(subs(logits, many, self.space.mask_id), tuple(post), tuple(prior), routes, tuple(learned))
+
+    @staticmethod
+    def _log_routes(passes: Passes) -> tuple[Float[Tensor, "N P"], Float[Tensor, "N P"]]:
+        """log p and log q of the drawn routes at each position, summed over blocks.
+
+        Where a position does not carry, q is p: the two are equal, and only p gets the gradient.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for post, prior, route, learned in zip(passes.post, passes.prior, passes.routes, passes.learned, strict=True):
+            r, s = (torch.log_softmax(one, -1).gather(-1, route[..., None]).squeeze(-1) for one in (prior, post))
+            pairs.append((r, learned * s + (1 - learned) * s.detach()))
+        if len({r.shape for r, _ in pairs}) > 1:  # blocks of different resolutions: rows as a whole
+            pairs = [(r.sum(-1, keepdim=True), s.sum(-1, keepdim=True)) for r, s in pairs]
+        return torch.stack([r for r, _ in pairs]).sum(0), torch.stack([s for _, s in pairs]).sum(0)
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """z ~ p(z | xt) drawn block by block within the one network call (Algo. 2)."""
         out = self.backbone(xt, t, route=sharpened(rng.stream("route"), self.config.route_tau))
         return Denoised(subs(out.logits, xt, self.space.mask_id), out.gates)
 
-    def _balance(self, post: tuple[Tensor, ...], out: BackboneOut) -> Tensor | None:
+    def _train_kl(self, kl: Float[Tensor, "N D"], passes: Passes, xt: Int[Tensor, "N L"]) -> Float[Tensor, " N"] | None:
+        """What the training loss counts in place of the KL: masked positions only, or what exceeds the free nats."""
+        if self.config.kl_positions == "masked":
+            kl = route_kl(passes.post, passes.prior, (xt == self.space.mask_id).to(kl.dtype))
+        elif not self.config.free_nats:
+            return None
+        # The floor is on the mean over the batch: on each row it would also free rows that need no nats.
+        over = (kl.mean(0) > self.config.free_nats).to(kl.dtype)
+        return (kl * over).sum(-1)
+
+    def _balance(self, passes: Passes) -> Tensor | None:
         if not self.config.balance:
             return None
-        losses = [load_balance(logits, gate) for logits, gate in zip(post, out.gates, strict=True)]
+        losses = [
+            load_balance(logits, route) if self.config.balance_form == "switch"
+            else usage_shortfall(logits, self.config.usage_floor)
+            for logits, route in zip(passes.post, passes.routes, strict=True)
+        ]  # fmt: skip
         return self.config.balance * torch.stack(losses).mean()
 
     @torch.no_grad()
-    def _log(
-        self, kl: Float[Tensor, "B D"], post: tuple[Tensor, ...], prior: tuple[Tensor, ...], out: BackboneOut
-    ) -> dict[str, Tensor]:
-        """Route KL (nats per position), routing entropy of both sides and expert usage, for each block.
-
-        Gates of a paired pass hold the posterior's choices twice (the last one once), so means over them are right.
-        """
+    def _log(self, kl: Float[Tensor, "N D"], passes: Passes) -> dict[str, Tensor]:
+        """Route KL (nats per position), routing entropy of both sides and expert usage, for each drawn block."""
         log = {}
-        for d, gate in enumerate(out.gates):
-            log[f"route_kl/block{d + 1}"] = kl[:, d].mean() / post[d].shape[1]
-            log[f"post_entropy/block{d + 1}"] = routing_entropy(post[d])
-            log[f"prior_entropy/block{d + 1}"] = routing_entropy(prior[d])
-            log[f"usage/block{d + 1}"] = usage(gate, self.config.experts)
+        for d, (post, prior, route) in enumerate(zip(passes.post, passes.prior, passes.routes, strict=True)):
+            log[f"route_kl/block{d + 1}"] = kl[:, d].mean() / post.shape[1]
+            log[f"post_entropy/block{d + 1}"] = routing_entropy(post)
+            log[f"prior_entropy/block{d + 1}"] = routing_entropy(prior)
+            log[f"usage/block{d + 1}"] = usage(route, self.config.experts)
         return log
+
+
+def _mixture(each: Float[Tensor, "E N L V"], router: Float[Tensor, "N L E"], mask_id: int) -> Float[Tensor, "N L V"]:
+    """log sum_e rho_e softmax(logits_e), with any number in the mask's column (its -inf would give no gradient)."""
+    is_mask = torch.arange(each.shape[-1], device=each.device) == mask_id
+    log_token = torch.log_softmax(each, -1).masked_fill(is_mask, 0.0)
+    return torch.logsumexp(torch.log_softmax(router, -1).permute(2, 0, 1)[..., None] + log_token, 0)

@@ -37,8 +37,10 @@ class RoutedExperts(nn.Module):
         self.w_out = nn.Parameter(_uniform(experts, hidden, width, fan_in=hidden))
         self.b_out = nn.Parameter(_uniform(experts, width, fan_in=hidden))
 
-    def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "B P K"]:
-        """Run the gate's experts on x."""
+    def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
+        """Run the gate's experts on x: B rows, or K for each of them where the gate holds K draws."""
+        if gate.draws > 1:
+            return self._shared(x, gate)
         rows = x.reshape(-1, x.shape[-1])
         expert, weight = gate.expert.flatten(0, 1), gate.weight.flatten(0, 1)
         path = self._path(x)
@@ -58,6 +60,16 @@ class RoutedExperts(nn.Module):
         rows_ENK = x.reshape(1, -1, x.shape[-1]).expand(self.experts, -1, -1)
         hidden = nnf.gelu(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
         return torch.baddbmm(self.b_out[:, None], hidden, self.w_out).view(self.experts, *x.shape)
+
+    def _shared(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
+        """Several draws for the same x: every expert runs once, and each draw takes the mix of them it wants.
+
+        All weights of a gate may have a gradient here, those of value 0 too; the experts get that of the value alone.
+        """
+        every_BPEK = self.every(x).permute(1, 2, 0, 3)
+        mix = gate.weight.new_zeros(*gate.expert.shape[:2], self.experts).scatter(-1, gate.expert, gate.weight)
+        mix_BPDE = mix.unflatten(0, (len(x), gate.draws)).transpose(1, 2).to(x.dtype)
+        return (mix_BPDE @ every_BPEK).transpose(1, 2).flatten(0, 1)
 
     def _path(self, x: Tensor) -> str:
         if self.dispatch != "auto":

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.diffusion.categorical import categorical_kl
-from emoe.types import Gate
 
 
 def route_kl(
@@ -34,18 +33,24 @@ def route_kl(
     return torch.stack(per_block, dim=-1)
 
 
-def load_balance(logits: Float[Tensor, "B P E"], gate: Gate) -> Float[Tensor, ""]:
+def load_balance(logits: Float[Tensor, "B P E"], route: Int[Tensor, "B P"]) -> Float[Tensor, ""]:
     """Switch loss E * sum_e f_e * P_e of one block: f = share of positions sent to e, P = mean router probability.
 
     1 when experts are used evenly, E when one takes all.
     """
     probs = torch.softmax(logits, -1).mean((0, 1))
-    return logits.shape[-1] * (usage(gate, logits.shape[-1]).to(probs.dtype) * probs).sum()
+    return logits.shape[-1] * (usage(route, logits.shape[-1]).to(probs.dtype) * probs).sum()
 
 
-def usage(gate: Gate, experts: int) -> Float[Tensor, " E"]:
+def usage_shortfall(logits: Float[Tensor, "B P E"], floor: float) -> Float[Tensor, ""]:
+    """max(0, floor - H(mean router distribution)) of one block, in nats: 0 as long as enough experts are in use."""
+    probs = torch.softmax(logits, -1).mean((0, 1))
+    return torch.relu(floor + torch.special.xlogy(probs, probs).sum())
+
+
+def usage(route: Int[Tensor, "B P"], experts: int) -> Float[Tensor, " E"]:
     """Share of positions that run each expert."""
-    return torch.nn.functional.one_hot(gate.expert[..., 0], experts).float().mean((0, 1))
+    return torch.nn.functional.one_hot(route, experts).float().mean((0, 1))
 
 
 def routing_entropy(logits: Float[Tensor, "B P E"]) -> Float[Tensor, ""]:

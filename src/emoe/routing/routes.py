@@ -7,16 +7,21 @@ policies handed to one network, not code paths inside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.diffusion.categorical import gumbel
 from emoe.types import Gate, Route
 
-Gradient = Literal["top-k", "selected", "all"]
+Gradient = Literal["top-k", "selected", "all", "reinmax", "gumbel-rao", "none"]
+Redraw = Literal["all", "block", "positions"]
+Carriers = Literal["all", "spread"]
+RAO_DRAWS = 16  # conditional Gumbels that Gumbel-Rao averages over
+REDRAWN = 0.25  # share of positions that differ between draws where only some positions are drawn anew
 
 
 def straight_through(
@@ -26,8 +31,9 @@ def straight_through(
     *,
     top_k: int = 2,
     gradient: Gradient = "top-k",
+    generator: torch.Generator | None = None,
 ) -> Gate:
-    """The drawn expert, with the gradient of the relaxed weights (Eq. 10-11).
+    """The drawn expert, with the gradient of relaxed weights (Eq. 10-11) or of another estimator.
 
     z~ = softmax((log rho + g) / tau) (Eq. 10); the k largest weights are kept and renormalised (Eq. 11); the first
     is executed alone. Values are (1, 0, ...), gradients those of the renormalised weights:
@@ -35,12 +41,23 @@ def straight_through(
     - "top-k": all k weights get a gradient; the others run forward only.
     - "selected": only the weight of the drawn expert does (it collapsed in measurements; kept for the record).
     - "all": all E weights, without renormalisation.
+    - "reinmax": all E weights; second-order accurate (Liu et al. 2023), see `reinmax_weights`.
+    - "gumbel-rao": all E weights, averaged over noise given the drawn expert (Paulus et al. 2021); needs `generator`.
+    - "none": no gradient; for estimators that look at whole draws.
     """
     perturbed = log_rho + noise.to(log_rho.dtype)
-    k = log_rho.shape[-1] if gradient == "all" else top_k
-    expert = perturbed.topk(k, dim=-1).indices
-    relaxed = torch.softmax(perturbed / relax_tau, dim=-1).gather(-1, expert)
-    weight = relaxed / relaxed.sum(-1, keepdim=True)
+    count = {"top-k": top_k, "selected": top_k, "none": 1}.get(gradient, log_rho.shape[-1])
+    expert = perturbed.topk(count, dim=-1).indices
+    if gradient == "none":
+        return Gate(expert, torch.ones_like(expert, dtype=log_rho.dtype))
+    if gradient == "reinmax":
+        weight = reinmax_weights(log_rho, expert[..., 0], relax_tau).gather(-1, expert)
+    elif gradient == "gumbel-rao":
+        assert generator is not None
+        weight = gumbel_rao_weights(log_rho, expert[..., 0], relax_tau, generator).gather(-1, expert)
+    else:
+        relaxed = torch.softmax(perturbed / relax_tau, dim=-1).gather(-1, expert)
+        weight = relaxed / relaxed.sum(-1, keepdim=True)
     if gradient == "selected":
         expert, weight = expert[..., :1], weight[..., :1]
     hard = torch.zeros_like(weight)
@@ -49,14 +66,76 @@ def straight_through(
     return Gate(expert, (weight - weight.detach()) + hard)
 
 
+def reinmax_weights(
+    log_rho: Float[Tensor, "B P E"], drawn: Int[Tensor, "B P"], tau: Tensor | float
+) -> Float[Tensor, "B P E"]:
+    """Weights whose gradient is ReinMax's: 2 * that of pi_1 at log rho minus half that of pi_0 = softmax(log rho).
+
+    pi_D = (onehot(z) + softmax(log rho / tau)) / 2 is held fixed; pi_1 = softmax(log pi_D + (log rho - [log rho])),
+    with [.] held fixed, equals it and moves with the logits (Algo. 2 of "Bridging Discrete and Backpropagation").
+    For tau = 1 the mean of the gradient is exact where the loss is quadratic in the one-hot vector.
+    """
+    one_hot = torch.nn.functional.one_hot(drawn, log_rho.shape[-1]).to(log_rho.dtype)
+    middle = (one_hot + torch.softmax(log_rho / tau, -1)).detach() / 2
+    return 2 * torch.softmax(middle.log() + (log_rho - log_rho.detach()), -1) - torch.softmax(log_rho, -1) / 2
+
+
+def gumbel_rao_weights(
+    log_rho: Float[Tensor, "B P E"], drawn: Int[Tensor, "B P"], tau: Tensor | float, generator: torch.Generator
+) -> Float[Tensor, "B P E"]:
+    """Mean over noise g given arg max = z of softmax((log rho + g) / tau); the noise is held fixed in the backward.
+
+    Given z, the largest perturbed logit is -log(e_z) for e ~ Exp(1) (rho sums to one) and the others are
+    -log(e_i / rho_i + e_z).
+    """
+    shape = (RAO_DRAWS, *log_rho.shape)
+    exponential = (-gumbel(shape, generator)).exp().to(log_rho.dtype)
+    one_hot = torch.nn.functional.one_hot(drawn, log_rho.shape[-1]).bool().expand(shape)
+    top = exponential.gather(-1, drawn[..., None].expand(*shape[:-1], 1))
+    perturbed = torch.where(one_hot, -top.log(), -(exponential / log_rho.exp() + top).log()).detach()
+    return torch.softmax((perturbed + (log_rho - log_rho.detach())) / tau, -1).mean(0)
+
+
 def draw(
-    generator: torch.Generator, relax_tau: Tensor | float, *, top_k: int = 2, gradient: Gradient = "top-k"
+    generator: torch.Generator,
+    relax_tau: Tensor | float,
+    *,
+    top_k: int = 2,
+    gradient: Gradient = "top-k",
+    draws: int = 1,
+    redraw: Redraw = "all",
+    blocks: int = 1,
 ) -> Route:
-    """Draw each route from the router: arg max of (log rho + Gumbel), exact at every relax_tau (Eq. 10-11)."""
+    """Draw each route from the router: arg max of (log rho + Gumbel), exact at every relax_tau (Eq. 10-11).
+
+    With `draws` = K the first block makes K draws of every row, and later blocks go on with B * K rows. `redraw` says
+    where they may differ: "all" draws everything K times; "block" only one of the `blocks`, another for each row;
+    "positions" a random quarter of the positions of each block. The rest shares its noise, so that it is the same as
+    long as the logits are; every single draw still follows the router.
+    """
+    chosen: list[Tensor] = []  # the block that each row draws anew
+
+    def noise_of(block: int, rows: int, positions: int, experts: int) -> Float[Tensor, "B P E"]:
+        fresh = gumbel((rows * draws, positions, experts), generator)
+        if draws == 1 or redraw == "all":
+            return fresh
+        held = gumbel((rows, positions, experts), generator)
+        if redraw == "block":
+            if block == 0:
+                chosen.append(torch.randint(blocks, (rows, 1), generator=generator, device=generator.device))
+            anew = (chosen[-1] == block).expand(-1, positions)
+        else:
+            anew = torch.rand(rows, positions, generator=generator, device=generator.device) < REDRAWN
+        first = torch.arange(rows * draws, device=fresh.device) // draws
+        return torch.where(anew[first, :, None], fresh, held[first])
 
     def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
-        noise = gumbel(tuple(logits.shape), generator)
-        return straight_through(torch.log_softmax(logits, -1), noise, relax_tau, top_k=top_k, gradient=gradient)
+        repeat = draws if block == 0 else 1
+        logits = logits.repeat_interleave(repeat, dim=0) if repeat > 1 else logits
+        noise = noise_of(block, len(logits) // draws, *logits.shape[1:])
+        log_rho = torch.log_softmax(logits, -1)
+        gate = straight_through(log_rho, noise, relax_tau, top_k=top_k, gradient=gradient, generator=generator)
+        return replace(gate, draws=repeat)
 
     return policy
 
@@ -70,21 +149,42 @@ def replay(gates: Sequence[Gate]) -> Route:
     return policy
 
 
-def paired(inner: Route, blocks: int) -> Route:
+def paired(inner: Route, blocks: int, coding: int | None = None) -> Route:
     """Both passes of Algo. 1 in one call on [x0; xt]: the clean half chooses by `inner`, both halves run its choice.
 
-    In the last routed block only the noisy half runs on (`Gate.keep_from`): the clean half has no further use once
-    its last router has spoken.
+    In the last of the `blocks` only the noisy half runs on (`Gate.keep_from`): the clean half has no further use once
+    its last router has spoken. With `coding` blocks, positions that do not carry choose by the router of the noisy
+    half (see `carried`).
     """
 
     def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
         half = len(logits) // 2
-        gate = inner(block, logits[:half])
+        gate = inner(block, carried(logits[:half], logits[half:], block, coding))
         if block == blocks - 1:
-            return Gate(gate.expert, gate.weight, keep_from=half)
-        return Gate(torch.cat([gate.expert, gate.expert]), torch.cat([gate.weight, gate.weight]))
+            return replace(gate, keep_from=half)
+        return replace(gate, expert=torch.cat([gate.expert] * 2), weight=torch.cat([gate.weight] * 2))
 
     return policy
+
+
+def carried(
+    post: Float[Tensor, "B P E"], prior: Float[Tensor, "B P E"], block: int, coding: int | None
+) -> Float[Tensor, "B P E"]:
+    """The posterior's logits: those of the clean half where a position carries in this block, else the prior's.
+
+    None: all positions carry in every block. A number C: position l carries in block l mod C alone, and nobody in
+    later blocks. Routes of one block are independent given the earlier blocks, and the prior of a block reads those,
+    so positions of different blocks are coded one after the other: what an earlier one has said costs a later one
+    nothing.
+    """
+    if coding is None:
+        return post
+    return torch.where(carries(block, coding, post.shape[1], post.device)[:, None], post, prior)
+
+
+def carries(block: int, coding: int, positions: int, device: torch.device) -> Bool[Tensor, " P"]:
+    """Which positions carry in a block, if they are spread over the first `coding` blocks."""
+    return torch.arange(positions, device=device) % coding == block
 
 
 def sharpened(generator: torch.Generator, route_tau: float) -> Route:
