@@ -31,7 +31,7 @@ from emoe.types import Gate
 BUDGET = 200_000  # most components times rows of one call of `step_law`
 SAMPLES = 4_096  # latents drawn for the fully masked row where a Gaussian latent is too large for quadrature
 NODES = {1: 2_000, 2: 60}  # points of the trapezoid rule in each dimension of a latent of that size
-CHUNK = 256  # rows that a network is given at a time
+CHUNK = {"cpu": 256, "cuda": 16_384}  # rows that a network is given at a time: caches are small, launches are dear
 
 Pattern = tuple[bool, ...]
 Table = Float[Tensor, "..."]
@@ -68,7 +68,7 @@ def step_law(method: MaskedDiffusion, xt: Int[Tensor, "B L"], t: float, **how: A
 @step_law.register
 @torch.no_grad()
 def _mdlm(method: MDLM, xt: Tensor, t: float, **_: Any) -> Mixture:
-    parts = [subs(method.backbone(x, _times(x, t)).logits.double(), x, method.space.mask_id) for x in xt.split(CHUNK)]
+    parts = [subs(method.backbone(x, _times(x, t)).logits.double(), x, method.space.mask_id) for x in xt.split(_chunk(xt))]
     return Mixture(torch.zeros(len(xt), 1, dtype=torch.float64, device=xt.device), torch.cat(parts)[:, None])
 
 
@@ -94,7 +94,7 @@ def _emoe(method: EMoE, xt: Tensor, t: float, *, budget: int = BUDGET, **_: Any)
         return sum(chosen, token.new_zeros(len(x))), subs(token.log(), x, method.space.mask_id)
 
     every = torch.cartesian_prod(torch.arange(len(xt), device=xt.device), torch.arange(count, device=xt.device))
-    log_weight, log_token = zip(*(part(*pairs.unbind(1)) for pairs in every.split(CHUNK)), strict=True)
+    log_weight, log_token = zip(*(part(*pairs.unbind(1)) for pairs in every.split(_chunk(xt))), strict=True)
     return Mixture(torch.cat(log_weight).view(len(xt), count), torch.cat(log_token).unflatten(0, (len(xt), count)))
 
 
@@ -112,12 +112,13 @@ def _vadd(
     _check(len(z), len(xt), budget, f"VADD has {len(z)} values of its latent")
     z = z.to(next(method.parameters()))
 
-    def part(x: Int[Tensor, " L"], some: Float[Tensor, "N Z"]) -> Float[Tensor, "N L V"]:
-        rows = x.expand(len(some), -1)
-        logits = method.backbone(rows, _times(rows, t), cond=some).logits
-        return subs(logits.double(), rows, method.space.mask_id)
+    def part(row: Int[Tensor, " N"], latent: Int[Tensor, " N"]) -> Float[Tensor, "N L V"]:
+        logits = method.backbone(xt[row], _times(xt[row], t), cond=z[latent]).logits
+        return subs(logits.double(), xt[row], method.space.mask_id)
 
-    log_token = torch.stack([torch.cat([part(x, some) for some in z.split(CHUNK)]) for x in xt])
+    every = torch.cartesian_prod(torch.arange(len(xt), device=xt.device), torch.arange(len(z), device=xt.device))
+    log_token = torch.cat([part(*pairs.unbind(1)) for pairs in every.split(_chunk(xt))])
+    log_token = log_token.unflatten(0, (len(xt), len(z)))
     return Mixture(log_weight.to(xt.device).expand(len(xt), -1), log_token)
 
 
@@ -228,6 +229,10 @@ def _propagate(method: MaskedDiffusion, steps: int, read: Callable[[float], dict
 def _check(components: int, rows: int, budget: int, what: str) -> None:
     if components * rows > budget:
         raise ValueError(f"budget: {what}, times {rows} rows; that is more than {budget}, and too many to enumerate")
+
+
+def _chunk(x: Tensor) -> int:
+    return CHUNK.get(x.device.type, CHUNK["cpu"])
 
 
 def _times(x: Int[Tensor, "B L"], t: float) -> Float[Tensor, " B"]:

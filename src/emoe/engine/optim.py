@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from emoe.config import Config, option
+from emoe.config import Config, ConfigError, option
 from emoe.ramps import learning_rate
 
 
@@ -26,6 +26,8 @@ class OptimConfig(Config):
     warmup: int = option(0, doc="steps of linear warm-up", low=0)
     schedule: Literal["constant", "cosine"] = option("cosine", doc="course of the learning rate after warm-up")
     floor: float = option(0.0, doc="share of the peak that a cosine ends at", low=0, high=1)
+    scaled: str | None = option(None, doc="parameters with this in their name have a learning rate of their own")
+    scale: float = option(1.0, doc="that learning rate as a multiple of the common one", above=0)
 
     def conflicts(self):  # type: ignore[no-untyped-def]
         """Two decay rates."""
@@ -51,8 +53,19 @@ class Optimizer:
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.params: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         kind = torch.optim.AdamW if config.algorithm == "adamw" else torch.optim.Adam
+        chosen = [config.scaled is not None and config.scaled in name for name in self.names]
+        if config.scaled is not None and not any(chosen):
+            raise ConfigError([f"scaled: no parameter has {config.scaled!r} in its name, such as {self.names[0]!r}"])
+        self.lr, self.scale = lr, config.scale
+        self.scaled_lr = lr.clone()
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p, mine in zip(self.params, chosen, strict=True) if not mine]}
+        ]
+        if any(chosen):
+            mine = [p for p, one in zip(self.params, chosen, strict=True) if one]
+            groups = [group for group in groups if group["params"]] + [{"params": mine, "lr": self.scaled_lr}]
         self.adam = kind(
-            self.params,
+            groups,
             lr=lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -78,6 +91,7 @@ class Optimizer:
         bad = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
+        torch.mul(self.lr, self.scale, out=self.scaled_lr)
         # The fused kernels leave parameters and moments alone where found_inf is 1 (the protocol of GradScaler).
         self.adam.found_inf = bad  # type: ignore[attr-defined]
         self.adam.step()
