@@ -68,7 +68,9 @@ def step_law(method: MaskedDiffusion, xt: Int[Tensor, "B L"], t: float, **how: A
 @step_law.register
 @torch.no_grad()
 def _mdlm(method: MDLM, xt: Tensor, t: float, **_: Any) -> Mixture:
-    parts = [subs(method.backbone(x, _times(x, t)).logits.double(), x, method.space.mask_id) for x in xt.split(_chunk(xt))]
+    parts = [
+        subs(method.backbone(x, _times(x, t)).logits.double(), x, method.space.mask_id) for x in xt.split(_chunk(xt))
+    ]
     return Mixture(torch.zeros(len(xt), 1, dtype=torch.float64, device=xt.device), torch.cat(parts)[:, None])
 
 

@@ -48,3 +48,18 @@ def ties_vadd() -> Experiment:
 def ties_emoe() -> Experiment:
     """E-MoE on rows of tied symbols, pairs of length 16 unless changed."""
     return _ties("ties-emoe", EMoEConfig(t_low=T_LOW))
+
+
+@recipe
+def ties_emoe_plus() -> Experiment:
+    """E-MoE on rows of tied symbols, with routes that positions code in turn (docs/learning-the-latent.md)."""
+    method = EMoEConfig(
+        t_low=T_LOW,
+        estimator="wake-sleep",
+        gradient="none",
+        draws=4,
+        credit="position",
+        last_block="summed",
+        carriers="spread",
+    )
+    return _ties("ties-emoe-plus", method)
