@@ -123,6 +123,22 @@ def test_a_single_draw_teaches_wake_sleeps_posterior_nothing():
     assert got.std() > 0.1
 
 
+def test_learning_signals_have_their_baselines():
+    """What multiplies grad log q of draw k: any baseline is unbiased, these are the ones that are meant."""
+    f, r, s, beta = randn(1, 3, 1, seed=40), randn(1, 3, 1, seed=41), randn(1, 3, 1, seed=42).requires_grad_(), 0.5
+    value = [v.item() for v in (f + beta * (r - s)).flatten()]
+    (single_scores,) = torch.autograd.grad(leave_one_out(f, r, s, beta).sum(), s)
+    (many_scores,) = torch.autograd.grad(vimco(f, r, s, beta).sum(), s)
+    bound = math.log(sum(math.exp(v) for v in value) / 3)
+    for k in range(3):
+        others = [v for j, v in enumerate(value) if j != k]
+        mean = sum(others) / 2
+        assert single_scores[0, k].item() == pytest.approx(-(value[k] - mean) / 3, abs=1e-13)
+        without = math.log((math.exp(mean) + sum(math.exp(v) for v in others)) / 3)
+        share = math.exp(value[k] - bound) / 3  # of the bound's own dependence on log q
+        assert many_scores[0, k].item() == pytest.approx(-(bound - without) + beta * share, abs=1e-13)
+
+
 def test_groups_are_judged_apart_and_summed():
     f, r, s = (randn(4, 3, 2, seed=seed) for seed in (9, 10, 11))
     for loss in (wake_sleep, vimco, leave_one_out):

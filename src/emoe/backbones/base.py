@@ -42,7 +42,7 @@ class Backbone(nn.Module, ABC):
 
     def forward_last(
         self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
-    ) -> tuple[Float[Tensor, "E B L V"], tuple[Float[Tensor, "B L E"], ...]]:
+    ) -> tuple[Float[Tensor, "E _B L V"], tuple[Float[Tensor, "_B L E"], ...]]:
         """Token logits under every expert of the last routed block, and the router logits of all blocks.
 
         Entry [e, :, l] is what `forward` says of position l if that block gives it expert e. A backbone has this

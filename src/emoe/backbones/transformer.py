@@ -146,7 +146,7 @@ class Trunk(nn.Module):
 
     def every(
         self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"] | None, route: Route
-    ) -> tuple[Float[Tensor, "E B L K"], list[Float[Tensor, "B L E"]]]:
+    ) -> tuple[Float[Tensor, "E _B L K"], list[Float[Tensor, "_B L E"]]]:
         """Features under each expert of the last block, and the router logits of all blocks."""
         h = self._embed(x, t, None, marks)
         logits: list[Tensor] = []
@@ -199,7 +199,7 @@ class Transformer(Backbone):
 
     def forward_last(
         self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
-    ) -> tuple[Float[Tensor, "E B L V"], tuple[Float[Tensor, "B L E"], ...]]:
+    ) -> tuple[Float[Tensor, "E _B L V"], tuple[Float[Tensor, "_B L E"], ...]]:
         """See `Backbone.forward_last`: no attention follows the last block."""
         h, route_logits = self.trunk.every(x, t, marks, route)
         return self._read(h), tuple(route_logits)
