@@ -622,11 +622,7 @@ FORMS = [
     pytest.param("drawn", "all", id="drawn, all"),
     pytest.param("summed", "all", id="summed, all"),
     pytest.param("summed", "spread", id="summed, spread"),
-    pytest.param(
-        *("drawn", "spread"),
-        id="drawn, spread",
-        marks=pytest.mark.xfail(reason="routes that are drawn from the prior have no score: its router is biased"),
-    ),
+    pytest.param("drawn", "spread", id="drawn, spread"),
 ]
 
 

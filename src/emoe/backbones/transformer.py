@@ -132,7 +132,7 @@ class Trunk(nn.Module):
         cond: Float[Tensor, "B Z"] | None,
         marks: Bool[Tensor, "B L"] | None,
         route: Route | None,
-    ) -> tuple[Float[Tensor, "_B L K"], list[Float[Tensor, "B L E"]], list[Gate]]:
+    ) -> tuple[Float[Tensor, "_B L K"], list[Float[Tensor, "_B L E"]], list[Gate]]:
         """Features of the rows that are kept, router logits of all rows, gates."""
         h = self._embed(x, t, cond, marks)
         logits: list[Tensor] = []

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
-from emoe.config import option
+from emoe.config import ConfigError, option
 from emoe.diffusion.masking import subs
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.ramps import Constant, Exponential, Ramp
@@ -41,7 +41,8 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
         Exponential(start=1.0, end=0.1), doc="temperature of the Gumbel-softmax; shapes gradients only", above=0
     )
     estimator: Estimator = option(
-        "pathwise", doc="how the posterior learns: pathwise through the gates, or by comparing draws"
+        "pathwise",
+        doc="how the posterior learns: through the gates, or by comparing draws (with gradient none: only so)",
     )
     draws: int = option(1, doc="routes K drawn from the posterior for each row and step, in one batched call", low=1)
     redraw: Redraw = option("all", doc="where draws of a row differ: all routes, one block, or a quarter of positions")
@@ -55,8 +56,13 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
         "drawn", doc="last block in training: its route is drawn, or all E are summed out (the sampler always draws)"
     )
     kl_weight: Ramp = option(Constant(value=1.0), doc="weight of the route KL, summed over blocks and positions", low=0)
+    elbo_weighted: bool = option(
+        False, doc="put -alpha'/(1-alpha) on the KL too, so that a comparison of draws weighs likelihoods, not powers"
+    )
     kl_positions: Literal["all", "masked"] = option("all", doc="positions whose route KL is counted in training")
-    free_nats: float = option(0.0, doc="route KL of each block, in nats per row, that training does not count", low=0)
+    free_nats: float = option(
+        0.0, doc="nats per row up to which the route KL of a block is not counted in training", low=0
+    )
     balance: float = option(0.0, doc="weight of the balance loss", low=0)
     balance_form: Literal["switch", "floor"] = option(
         "switch", doc="balance loss: Switch's, or how far the entropy of a block's usage is below `usage_floor`"
@@ -105,10 +111,13 @@ class EMoE(MaskedDiffusion):
     def __init__(self, config: EMoEConfig, space: TokenSpace, backbone: BackboneConfig):
         super().__init__(config, space, ramps={"relax_tau": config.relax_tau, "kl_weight": config.kl_weight})
         self.backbone = backbone.build(space, config.wants())
+        if config.last_block == "summed" and self.backbone.routed_blocks < 2:
+            raise ConfigError(["last_block: summed leaves a network of one routed block nothing to draw; use drawn"])
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
-        """The weight of KL_route, 1 in the paper's experiments (App. B.1)."""
-        return knobs["kl_weight"]
+        """The weight of KL_route, 1 in the paper's experiments (App. B.1); times w(t) with `elbo_weighted`."""
+        weight = knobs["kl_weight"]
+        return weight * self.config.schedule.elbo_weight(t) if self.config.elbo_weighted else weight
 
     def infer(
         self,
@@ -140,25 +149,22 @@ class EMoE(MaskedDiffusion):
         if config.estimator == "pathwise" and config.draws == 1:
             return super().objective(x0, xt, t, knobs, rng)
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng, draws=config.draws)
-        kl = route_kl(passes.post, passes.prior)
-        weight = self.config.schedule.elbo_weight(t)[:, None, None]
+        kl, beta = route_kl(passes.post, passes.prior), self.kl_weight(t, knobs)
         log_token = passes.log_x_theta.gather(-1, x0.repeat_interleave(config.draws, dim=0)[..., None]).squeeze(-1)
-        f = weight * log_token.unflatten(0, (len(x0), config.draws))
+        f = config.schedule.elbo_weight(t)[:, None, None] * log_token.unflatten(0, (len(x0), config.draws))
         recon, kl_row = -f.sum(-1).mean(1), kl.sum(-1).view(len(x0), -1).mean(1)
         log = self._log(kl, passes)
         if config.estimator == "pathwise":
             counted = self._train_kl(kl, passes, xt.repeat_interleave(config.draws, dim=0))
-            counted = kl_row if counted is None else counted.view(len(x0), -1).mean(1)
-            loss = recon + self.kl_weight(t, knobs) * counted
+            loss = recon + beta * (kl_row if counted is None else counted.view(len(x0), -1).mean(1))
         else:
-            value = (recon + self.kl_weight(t, knobs) * kl_row).detach()
-            r, s = self._log_routes(passes)
-            r, s = r.unflatten(0, (len(x0), config.draws)), s.unflatten(0, (len(x0), config.draws))
+            r, s = (value.unflatten(0, (len(x0), config.draws)) for value in self._log_routes(passes))
             if config.credit == "row":
                 f, r, s = (value.sum(-1, keepdim=True) for value in (f, r, s))
-            surrogate = ESTIMATORS[config.estimator](f, r, s, knobs["kl_weight"])
-            loss = value + (surrogate - surrogate.detach())
-            log["effective_draws"] = effective_draws(wake_sleep_weights(f, r, s, knobs["kl_weight"]))
+            beta_BKG = beta[:, None, None] if beta.ndim else beta
+            surrogate = ESTIMATORS[config.estimator](f, r, s, beta_BKG)
+            loss = (recon + beta * kl_row).detach() + (surrogate - surrogate.detach())
+            log["effective_draws"] = effective_draws(wake_sleep_weights(f, r, s, beta_BKG))
         return Objective(loss, recon, kl_row, self._balance(passes), log)
 
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
@@ -220,16 +226,17 @@ class EMoE(MaskedDiffusion):
         routes = tuple(gate.expert[..., 0] for gate in gates)
         return Passes(subs(logits, many, self.space.mask_id), tuple(post), tuple(prior), routes, tuple(learned))
 
-    @staticmethod
-    def _log_routes(passes: Passes) -> tuple[Float[Tensor, "N P"], Float[Tensor, "N P"]]:
+    def _log_routes(self, passes: Passes) -> tuple[Float[Tensor, "N P"], Float[Tensor, "N P"]]:
         """log p and log q of the drawn routes at each position, summed over blocks.
 
-        Where a position does not carry, q is p: the two are equal, and only p gets the gradient.
+        Where a position does not carry, q is p. Wake-sleep has a term for each of them, of which that of p suffices;
+        score functions need the gradient of what was drawn from, whichever it is.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         for post, prior, route, learned in zip(passes.post, passes.prior, passes.routes, passes.learned, strict=True):
             r, s = (torch.log_softmax(one, -1).gather(-1, route[..., None]).squeeze(-1) for one in (prior, post))
-            pairs.append((r, learned * s + (1 - learned) * s.detach()))
+            fixed = s.detach() if self.config.estimator == "wake-sleep" else s
+            pairs.append((r, learned * s + (1 - learned) * fixed))
         if len({r.shape for r, _ in pairs}) > 1:  # blocks of different resolutions: rows as a whole
             pairs = [(r.sum(-1, keepdim=True), s.sum(-1, keepdim=True)) for r, s in pairs]
         return torch.stack([r for r, _ in pairs]).sum(0), torch.stack([s for _, s in pairs]).sum(0)
@@ -240,7 +247,7 @@ class EMoE(MaskedDiffusion):
         return Denoised(subs(out.logits, xt, self.space.mask_id), out.gates)
 
     def _train_kl(self, kl: Float[Tensor, "N D"], passes: Passes, xt: Int[Tensor, "N L"]) -> Float[Tensor, " N"] | None:
-        """What the training loss counts in place of the KL: masked positions only, or what exceeds the free nats."""
+        """What the training loss counts in place of the KL: masked positions only, or blocks beyond their free nats."""
         if self.config.kl_positions == "masked":
             kl = route_kl(passes.post, passes.prior, (xt == self.space.mask_id).to(kl.dtype))
         elif not self.config.free_nats:
