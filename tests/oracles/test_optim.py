@@ -206,7 +206,7 @@ def test_stepper_hands_over_the_numbers_of_the_step(start: int):
 
 
 def test_a_learning_rate_of_their_own_for_named_parameters():
-    """Two copies of a layer and one gradient: Adam's first step is the learning rate, times the scale where it holds."""
+    """With gradients of one Adam's step is the learning rate, times the scale where that holds."""
     module = torch.nn.ModuleDict({"gate": torch.nn.Linear(3, 2), "other": torch.nn.Linear(3, 2)})
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     config = OptimConfig(lr=0.01, clip=None, scaled="gate", scale=5.0)

@@ -7,6 +7,7 @@ A block is everything between the lines `<!-- generated:NAME -->` and `<!-- /gen
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import re
 import sys
@@ -21,6 +22,7 @@ from emoe.evaluation.tables import markdown_table, seeds_and_samples, toy_note, 
 Generator = Callable[[Path], str]
 GENERATORS: dict[str, Generator] = {}
 _MARK = re.compile(r"<!-- (/?)generated:([A-Za-z0-9_-]+) -->")
+BLOCKS = ("search_blocks", "latent_blocks")  # modules beside this one that register further blocks
 # Samples that repeat one good mode raise validity; only overlap shows it, so the two appear together.
 _TOGETHER = {"toy-validity": "toy-overlap"}
 
@@ -41,6 +43,8 @@ def generator(name: str) -> Callable[[Generator], Generator]:
 
 def render(text: str, results_dir: str | Path) -> str:
     """The text of a Markdown file with all its generated blocks made anew."""
+    for module in BLOCKS:
+        importlib.import_module(f"emoe.evaluation.{module}")
     out: list[str] = []
     names: list[str] = []
     inside = ""
@@ -232,11 +236,11 @@ def likelihood_table(results: Results) -> str:
     )
     return (
         f"{table}\nThe data's own law has {truth.value:.3f} nats on the same {truth.n:,} held-out rows. Coordination "
-        f"gain in nats per token: {said}. Made by `emoe reproduce likelihood`, {_source(results)}."
+        f"gain in nats per token: {said}. Made by `emoe reproduce likelihood`, {source_of(results)}."
     )
 
 
-def _source(results: Results) -> str:
+def source_of(results: Results) -> str:
     """Commits and devices of all runs behind results."""
     runs = {(run.commit[:12] + "-dirty" * run.commit.endswith("-dirty"), run.device) for run in results.runs.values()}
     return "; ".join(f"commit `{commit}` on {device}" for commit, device in sorted(runs))
@@ -270,7 +274,7 @@ def two_bits(results: Results) -> str:
     return (
         f"{markdown_table(header, lines)}\nThe entropy of the data is {entropy.value:.3f} nats. Nothing here is drawn; "
         f"bounds and NLL are those of the model that the minimisation found. Made by "
-        f"`emoe reproduce likelihood --only two-bits`, {_source(results)}."
+        f"`emoe reproduce likelihood --only two-bits`, {source_of(results)}."
     )
 
 
@@ -346,4 +350,5 @@ def _largest_distance(results: Results, exact: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not this copy of the module: blocks register with the one that others import.
+    sys.exit(importlib.import_module("emoe.evaluation.readme").main())

@@ -20,7 +20,7 @@ from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
-from emoe.routing.kl import load_balance, route_kl, routing_entropy, usage, usage_shortfall
+from emoe.routing.kl import load_balance, position_kl, route_kl, routing_entropy, usage, usage_shortfall
 from emoe.routing.routes import Gradient, Redraw, carried, carries, draw, paired, sharpened
 from emoe.types import Denoised, Gate, Inference, Objective, TokenSpace, Wants, Weighed
 
@@ -268,10 +268,11 @@ class EMoE(MaskedDiffusion):
 
     @torch.no_grad()
     def _log(self, kl: Float[Tensor, "N D"], passes: Passes) -> dict[str, Tensor]:
-        """Route KL (nats per position), routing entropy of both sides and expert usage, for each drawn block."""
+        """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block."""
         log = {}
         for d, (post, prior, route) in enumerate(zip(passes.post, passes.prior, passes.routes, strict=True)):
             log[f"route_kl/block{d + 1}"] = kl[:, d].mean() / post.shape[1]
+            log[f"route_kl_at/block{d + 1}"] = position_kl(post, prior).mean(0)
             log[f"post_entropy/block{d + 1}"] = routing_entropy(post)
             log[f"prior_entropy/block{d + 1}"] = routing_entropy(prior)
             log[f"usage/block{d + 1}"] = usage(route, self.config.experts)

@@ -28,9 +28,14 @@ def route_kl(
     """
     per_block = []
     for post_d, prior_d in zip(post, prior, strict=True):
-        kl = categorical_kl(torch.log_softmax(post_d, -1), torch.log_softmax(prior_d, -1))
+        kl = position_kl(post_d, prior_d)
         per_block.append((kl if positions is None else kl * positions).sum(-1))
     return torch.stack(per_block, dim=-1)
+
+
+def position_kl(post: Float[Tensor, "B P E"], prior: Float[Tensor, "B P E"]) -> Float[Tensor, "B P"]:
+    """KL(Cat(post) || Cat(prior)) at each position of a block, from router logits."""
+    return categorical_kl(torch.log_softmax(post, -1), torch.log_softmax(prior, -1))
 
 
 def load_balance(logits: Float[Tensor, "B P E"], route: Int[Tensor, "B P"]) -> Float[Tensor, ""]:

@@ -24,7 +24,7 @@ from emoe.evaluation.evaluate import evaluate, evaluate_likelihood, make_row
 from emoe.evaluation.exact_toy import exact_rows
 from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import measure
-from emoe.evaluation.results import Row
+from emoe.evaluation.results import Row, describe_machine
 from emoe.evaluation.tables import console_table, markdown_table
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
@@ -187,7 +187,10 @@ def main(words: list[str]) -> int:
         standings |= {s.trial: s for s in found if s.trial not in standings or s.status in ("done", "failed")}
     ranking = rank_all(standings.values(), ranks[0])
     title = f"{args.recipe} {label_of(common) if common else ''}".rstrip()
-    report(folder, ranking, ranks, title=title, command=study.command, as_json=args.json)
+    report(
+        folder, ranking, ranks, title=title, command=study.command, made=describe_machine(study.device),
+        as_json=args.json,
+    )  # fmt: skip
     if late:
         told = f"the budget of {args.budget} minutes is used up; the same command with more of it continues"
         print(f"emoe sweep: {late} runs not run: {told}", file=sys.stderr)
@@ -231,13 +234,31 @@ def _parser() -> Parser:
 
 
 def report(
-    folder: Path, ranking: Sequence[Standing], ranks: Sequence[Rank], *, title: str, command: str, as_json: bool
+    folder: Path,
+    ranking: Sequence[Standing],
+    ranks: Sequence[Rank],
+    *,
+    title: str,
+    command: str,
+    made: Mapping[str, str],
+    as_json: bool,
 ) -> None:
-    """Write ranking.json, ranking.md and ranking.png, and print the one or the other."""
+    """Write ranking.json, ranking.md and ranking.png, and print the one or the other.
+
+    Args:
+        folder: Where they go.
+        ranking: Trials, best first.
+        ranks: What was measured.
+        title: The base's name.
+        command: The command line.
+        made: Commit, device and versions.
+        as_json: Print JSON in place of the table.
+    """
     tree = {
         "base": title,
         "rank": [str(rank) for rank in ranks],
         "command": command,
+        "made": dict(made),
         "trials": [dataclasses.asdict(standing) for standing in ranking],
     }
     text = json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
@@ -273,6 +294,15 @@ def _normal(settings: Mapping[str, str]) -> Settings:
 def label_of(settings: Mapping[str, str]) -> str:
     """Settings as they are typed; `base` for none."""
     return " ".join(f"{name}={text}" for name, text in settings.items()) or "base"
+
+
+def brief(settings: Mapping[str, str], width: int = 64) -> str:
+    """Settings in few letters, for a plot: last parts of names, ramps as `4.0 to 1.0`, in lines of some width."""
+    words = []
+    for name, text in settings.items():
+        ends = re.findall(r'"(?:start|end|value)": ([-+.\deE]+)', text)
+        words.append(f"{name.rpartition('.')[2]}={' to '.join(ends) or text}")
+    return textwrap.fill(", ".join(words) or "base", width)
 
 
 def parse_minutes(text: str) -> float:
@@ -601,7 +631,7 @@ def draw(path: Path, ranking: Sequence[Standing], rank: Rank, title: str) -> boo
         )
         if not standing.settings:
             panel.axvline(mean.mean, color="tab:red", linestyle=":", linewidth=1)
-    panel.set_yticks(range(len(shown)), [standing.trial for standing in shown], fontsize=8)
+    panel.set_yticks(range(len(shown)), [brief(standing.settings) for standing in shown], fontsize=7)
     panel.set_ylim(len(shown) - 0.5, -0.5)
     if min(means) > 0 and max(means) > 30 * min(means):
         panel.set_xscale("log")

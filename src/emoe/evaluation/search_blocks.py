@@ -1,0 +1,67 @@
+"""Generated tables of the searches whose rankings are kept in `results/search/*.json` (written by `emoe sweep`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from emoe.evaluation.grid import measure
+from emoe.evaluation.readme import generator
+from emoe.evaluation.tables import markdown_table
+
+SEARCHES = ("toy-estimators", "toy-annealing", "toy-vadd", "toy-vadd-2", "ties-probe")
+
+
+def search_table(ranking: dict[str, Any]) -> str:
+    """All trials of a search, best first, with mean ± standard error over its tasks and seeds."""
+    names = ranking["rank"]
+    lines = []
+    for trial in ranking["trials"]:
+        cells = []
+        for name in names:
+            found = trial["metrics"].get(name)
+            digits = measure(name.partition("@")[0]).digits
+            cells.append("—" if found is None else f"{found['mean']:.{digits}f}" + _error(found["stderr"], digits))
+        label = short_label(trial["settings"]) + ("" if trial["status"] == "done" else f" ({trial['status']})")
+        lines.append([label, *cells])
+    tasks = list(dict.fromkeys(_task(outcome) for trial in ranking["trials"] for outcome in trial["outcomes"]))
+    made = ranking["made"]
+    table = markdown_table(["Trial", *names], lines, align="l" + "r" * len(names))
+    return (
+        f"{table}\nBase: `{ranking['base']}`; mean ± standard error over {', '.join(tasks)}. Made by `emoe sweep` at "
+        f"commit `{made['commit'][:12]}` on {made['device']} (torch {made['torch']}, Python {made['python']})."
+    )
+
+
+def short_label(settings: dict[str, str]) -> str:
+    """Changed fields without their family's name; ramps as `4 → 1 over 60%`."""
+    words = []
+    for name, text in settings.items():
+        if text.startswith("{"):
+            ramp = json.loads(text)
+            text = f"{ramp['start']:g} → {ramp['end']:g} over {ramp.get('share', 1):.0%}"
+        words.append(f"{name.rpartition('.')[2]} {text}")
+    return ", ".join(words) or "**base**"
+
+
+def _task(outcome: dict[str, Any]) -> str:
+    said = ", ".join(outcome["task"].values())
+    return f"{said} (seed {outcome['seed']})" if said else f"seed {outcome['seed']}"
+
+
+def _error(stderr: float | None, digits: int) -> str:
+    return "" if stderr is None else f" ±{stderr:.{digits}f}"
+
+
+def _register(name: str) -> None:
+    @generator(f"search-{name}")
+    def block(folder: Path) -> str:
+        path = folder / "search" / f"{name}.json"
+        if not path.exists():
+            return f"*No numbers here yet: `{folder.name}/search/{path.name}` does not exist.*"
+        return search_table(json.loads(path.read_text(encoding="utf-8")))
+
+
+for _name in SEARCHES:
+    _register(_name)
