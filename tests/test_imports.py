@@ -23,7 +23,7 @@ PACKAGE = Path(emoe.__file__).parent
 
 BASE = ["config", "types", "rng", "ramps"]
 PLAIN = ["results", "tables", "report", "grid", "files", "machine", "paper", "readme", "curves", "toy_report"]
-PLAIN += ["latent_blocks", "search_blocks"]
+PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks"]
 EVERYTHING = ["*"]
 
 # Module (the first pattern that fits) -> modules of the package that it may import; what fits the same pattern too,

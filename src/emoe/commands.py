@@ -399,6 +399,10 @@ def cmd_reproduce(words: list[str]) -> int:
     studies = {
         "toy": "Table 2 and the figures of App. C.1",
         "likelihood": "named likelihoods against the exact NLL (docs/likelihood.md)",
+        "route-limit": "what the best route code could do on the toy densities",
+        "held-out": "E-MoE and E-MoE+ on densities that no setting was chosen on, exact laws",
+        "scaling": "rows of tied symbols of growing length, for several ways to learn the latent",
+        "estimators": "bias, spread and cost of estimators of the latent (docs/learning-the-latent.md)",
     }
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<12}{text}" for name, text in studies.items()]
@@ -408,7 +412,7 @@ def cmd_reproduce(words: list[str]) -> int:
         raise ConfigError([f"study: {words[0]!r} is not known{hint(words[0], list(studies))}"])
     import importlib
 
-    return int(importlib.import_module(f"emoe.studies.{words[0]}").main(words[1:]))
+    return int(importlib.import_module(f"emoe.studies.{words[0].replace('-', '_')}").main(words[1:]))
 
 
 def cmd_demo(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Generated tables of the searches whose rankings are kept in `results/search/*.json` (written by `emoe sweep`)."""
+"""Generated tables of searches (`results/search/*.json`, written by `emoe sweep`) and of the best route code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from emoe.evaluation.grid import measure
+from emoe.evaluation.grid import DATA, METHODS, measure
 from emoe.evaluation.readme import generator
+from emoe.evaluation.results import Results
 from emoe.evaluation.tables import markdown_table
 
 SEARCHES = ("toy-estimators", "toy-annealing", "toy-vadd", "toy-vadd-2", "ties-probe")
@@ -31,6 +32,32 @@ def search_table(ranking: dict[str, Any]) -> str:
     return (
         f"{table}\nBase: `{ranking['base']}`; mean ± standard error over {', '.join(tasks)}. Made by `emoe sweep` at "
         f"commit `{made['commit'][:12]}` on {made['device']} (torch {made['torch']}, Python {made['python']})."
+    )
+
+
+@generator("route-limit")
+def route_limit(folder: Path) -> str:
+    """The best route code beside what was learned, at one network call: exact laws, means over seeds."""
+    files = [folder / f"{name}.json" for name in ("route-limit", "toy")]
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        return f"*No numbers here yet: `{folder.name}/{missing[0]}` does not exist.*"
+    limit, toy = (Results.load(path) for path in files)
+    lines = []
+    for data, said in list(DATA.items())[:2]:
+        for method in ("limit", "emoe-plus", "vadd-plus", "vadd", "emoe", "mdlm"):
+            found = (limit if method == "limit" else toy).only(data=data, method=method, nfe=1, convention="exact")
+            cells = []
+            for metric in ("validity", "overlap", "kl"):
+                mean = found.mean_over_seeds(metric=metric)
+                digits = measure(metric).digits
+                cells.append("—" if mean is None else f"{mean.mean:.{digits}f}" + _error(mean.stderr, digits))
+            if any(cell != "—" for cell in cells):
+                lines.append([said, {"limit": "*best route code*", **METHODS}[method], *cells])
+    header = ["Density", "", *(measure(name).label for name in ("validity", "overlap", "kl"))]
+    return (
+        markdown_table(header, lines, align="llrrr")
+        + "\nOne network call, exact laws, mean ± standard error over seeds."
     )
 
 

@@ -56,8 +56,10 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
         "drawn", doc="last block in training: its route is drawn, or all E are summed out (the sampler always draws)"
     )
     kl_weight: Ramp = option(Constant(value=1.0), doc="weight of the route KL, summed over blocks and positions", low=0)
-    elbo_weighted: bool = option(
-        False, doc="put -alpha'/(1-alpha) on the KL too, so that a comparison of draws weighs likelihoods, not powers"
+    elbo_power: Ramp = option(
+        Constant(value=0.0),
+        doc="p of a further factor w(t)^p on the KL; 1: draws compare likelihoods, not powers",
+        low=0,
     )
     kl_positions: Literal["all", "masked"] = option("all", doc="positions whose route KL is counted in training")
     free_nats: float = option(
@@ -109,15 +111,18 @@ class EMoE(MaskedDiffusion):
     config: EMoEConfig
 
     def __init__(self, config: EMoEConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__(config, space, ramps={"relax_tau": config.relax_tau, "kl_weight": config.kl_weight})
+        ramps = {"relax_tau": config.relax_tau, "kl_weight": config.kl_weight, "elbo_power": config.elbo_power}
+        super().__init__(config, space, ramps)
         self.backbone = backbone.build(space, config.wants())
         if config.last_block == "summed" and self.backbone.routed_blocks < 2:
             raise ConfigError(["last_block: summed leaves a network of one routed block nothing to draw; use drawn"])
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
-        """The weight of KL_route, 1 in the paper's experiments (App. B.1); times w(t) with `elbo_weighted`."""
+        """The weight of KL_route, 1 in the paper's experiments (App. B.1), times w(t)^p with an `elbo_power` p."""
         weight = knobs["kl_weight"]
-        return weight * self.config.schedule.elbo_weight(t) if self.config.elbo_weighted else weight
+        if self.config.elbo_power == Constant(value=0.0):
+            return weight
+        return weight * self.config.schedule.elbo_weight(t) ** knobs["elbo_power"]
 
     def infer(
         self,
