@@ -13,19 +13,30 @@ import time
 
 import torch
 
-from emoe.config import override
 from emoe.engine.stepper import WARMUP_STEPS, Stepper
 from emoe.evaluation.results import Row, RunInfo, describe_machine, record
+from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
 from emoe.runs import pick_device
 
-METHODS = ("mdlm", "vadd", "emoe")
+METHODS: dict[str, tuple[str, dict[str, str]]] = {  # name in the table -> recipe of 8-modes and changed fields
+    "mdlm": ("mdlm", {}),
+    "vadd": ("vadd", {}),
+    "emoe": ("emoe", {}),
+    "emoe-plus": ("emoe-plus", {}),
+    "emoe-plus, 4 draws": ("emoe-plus", {"method.draws": "4"}),
+    "emoe-plus, 2 draws": ("emoe-plus", {"method.draws": "2"}),
+    "emoe-plus, vimco, 2 draws": ("emoe-plus", {"method.draws": "2", "method.estimator": "vimco"}),
+    "emoe, last block summed": ("emoe", {"method.last-block": "summed"}),
+    "emoe, reinmax": ("emoe", {"method.gradient": "reinmax"}),
+    "emoe, gumbel-rao": ("emoe", {"method.gradient": "gumbel-rao"}),
+}
 
 
 def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Stepper:
     """The training step of a recipe, ready to be called with step numbers."""
-    experiment = override(get_recipe(name), settings)
+    experiment = customise(get_recipe(name), settings)
     domain = experiment.domain.build(0)
     method = experiment.build_method(domain.space).to(device)
     train = experiment.train
@@ -42,14 +53,21 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each method")
     parser.add_argument("--steps", type=int, default=0, help="steps per turn; default 5 on a CPU, 100 on a GPU")
+    parser.add_argument(
+        "--methods", default="mdlm;vadd;emoe;emoe-plus", help="names, separated by ;  all = all of them"
+    )
     parser.add_argument("--record", metavar="FILE", nargs="?", const="results/benchmark.json", help="record the rows")
     args = parser.parse_args()
     device = pick_device(args.device)
     count = args.steps or (100 if device.type == "cuda" else 5)
     began = time.monotonic()
-    steppers = {method: stepper_of(f"toy-8modes-{method}", device, {}) for method in METHODS}
-    done = dict.fromkeys(METHODS, 0)
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    names = list(METHODS) if args.methods == "all" else ["mdlm", *(n for n in args.methods.split(";") if n != "mdlm")]
+    chosen = {name: METHODS[name] for name in names}
+    steppers = {
+        name: stepper_of(f"toy-8modes-{recipe}", device, settings) for name, (recipe, settings) in chosen.items()
+    }
+    done = dict.fromkeys(chosen, 0)
+    times: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(-1, args.rounds):
         for method, step in steppers.items():
             start = time.perf_counter()
@@ -66,12 +84,13 @@ def main() -> None:
     rows = []
     base = statistics.median(times["mdlm"])
     print(f"{info.device}, torch {info.torch}, {torch.get_num_threads()} threads")
-    print(f"{'method':<8}{'ms/step':>10}{'x MDLM':>9}")
+    print(f"{'method':<26}{'ms/step':>10}{'x MDLM':>9}")
     for method, values in times.items():
         middle = statistics.median(values)
-        print(f"{method:<8}{middle:>10.3f}{middle / base:>9.2f}")
+        print(f"{method:<26}{middle:>10.3f}{middle / base:>9.2f}")
         kind = "gpu" if device.type == "cuda" else "cpu"
-        common = dict(task="benchmark", data=f"toy-step-{kind}", method=method, recipe=f"toy-8modes-{method}", seed=0)
+        common = dict(task="benchmark", data=f"toy-step-{kind}", method=method, seed=0)
+        common["recipe"] = customise(get_recipe(f"toy-8modes-{chosen[method][0]}"), chosen[method][1]).name
         error = statistics.stdev(values) / len(values) ** 0.5
         rows += [
             Row(**common, nfe=None, metric="step_ms", value=round(middle, 4), stderr=round(error, 4), n=len(values)),

@@ -198,16 +198,18 @@ def toy_gaps(results: Results) -> str:
 @results_block("toy-steps", "benchmark")
 def toy_steps(results: Results) -> str:
     """Time of a training step of each toy method, and its ratio to MDLM's in the same run."""
+    order = [name for name in METHODS if results.select(metric="step_ms", method=name)]
     lines = []
     for data in sorted({row.data for row in results.select(metric="step_ms")}):
         run = results.runs[results.select(metric="step_ms", data=data)[0].run]
         cells = []
-        for method in ("mdlm", "vadd", "emoe"):
-            (step,) = results.select(metric="step_ms", data=data, method=method)
-            (ratio,) = results.select(metric="step_ratio_to_mdlm", data=data, method=method)
-            cells.append(f"{step.value:.2f} ms ({ratio.value:.2f}x)")
+        for method in order:
+            found = [
+                results.select(metric=name, data=data, method=method) for name in ("step_ms", "step_ratio_to_mdlm")
+            ]
+            cells.append(f"{found[0][0].value:.2f} ms ({found[1][0].value:.2f}x)" if all(found) else "—")
         lines.append([f"{run.device}, torch {run.torch}", *cells])
-    return markdown_table(["One training step", "MDLM", "VADD", "E-MoE"], lines)
+    return markdown_table(["One training step", *(METHODS[name] for name in order)], lines)
 
 
 @results_block("likelihood-table", "likelihood")
