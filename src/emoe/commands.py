@@ -399,6 +399,7 @@ def cmd_reproduce(words: list[str]) -> int:
     studies = {
         "toy": "Table 2 and the figures of App. C.1",
         "likelihood": "named likelihoods against the exact NLL (docs/likelihood.md)",
+        "information": "where the latent's nats go, by block and position, in the course of training",
         "route-limit": "what the best route code could do on the toy densities",
         "held-out": "E-MoE and E-MoE+ on densities that no setting was chosen on, exact laws",
         "scaling": "rows of tied symbols of growing length, for several ways to learn the latent",
