@@ -278,16 +278,16 @@ def _many_draw_bound(
     draws: int,
     generator: torch.Generator,
 ) -> Float[Tensor, ""]:
-    """Its gradient is on average that of -E over z_1..z_K ~ q of B = log 1/K sum_k exp(f_k + beta (r_k - s_k)).
+    """Its gradient is on average that of -E over z_1..z_K ~ q of B = beta log 1/K sum_k exp(f_k / beta + r_k - s_k).
 
     B is symmetric, so the gradient is K E[sum over z_K of grad q(z_K) B] + E[grad B]: only K - 1 routes are drawn.
     """
     log_q, log_p, log_x = (table[0] for table in routes.tables())
-    value = weight * log_x + beta * (log_p - log_q)
+    value = weight / beta * log_x + log_p - log_q
     tuples = max(1, TABLE // len(log_q))
     others = torch.multinomial(log_q.detach().exp(), tuples * (draws - 1), replacement=True, generator=generator)
     rest = value[others.view(tuples, draws - 1)].logsumexp(1)
-    bound = torch.logaddexp(rest[:, None], value) - math.log(draws)  # (tuples, R)
+    bound = beta * (torch.logaddexp(rest[:, None], value) - math.log(draws))  # (tuples, R)
     q = log_q.exp()
     return -(draws * q * bound.detach() + q.detach() * bound).sum(1).mean()
 

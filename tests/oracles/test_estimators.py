@@ -90,9 +90,9 @@ def test_wake_sleep_tends_to_the_likelihood_and_the_true_posterior(beta: float):
 
 
 def many_draw_bound(f: Tensor, r: Tensor, s: Tensor, draws: int, beta: float) -> Tensor:
-    """-E over z_1..z_K of log 1/K sum_k exp(f + beta (r - s)), by all E^K tuples."""
+    """-E over z_1..z_K of beta log 1/K sum_k exp(f / beta + r - s), by all E^K tuples."""
     z = torch.tensor(list(itertools.product(range(len(f)), repeat=draws)))
-    bound = (f + beta * (r - s))[z].logsumexp(1) - math.log(draws)
+    bound = beta * ((f / beta + r - s)[z].logsumexp(1) - math.log(draws))
     return -(s[z].sum(1).exp() * bound).sum()
 
 
@@ -129,14 +129,15 @@ def test_learning_signals_have_their_baselines():
     value = [v.item() for v in (f + beta * (r - s)).flatten()]
     (single_scores,) = torch.autograd.grad(leave_one_out(f, r, s, beta).sum(), s)
     (many_scores,) = torch.autograd.grad(vimco(f, r, s, beta).sum(), s)
-    bound = math.log(sum(math.exp(v) for v in value) / 3)
+    cold = [v / beta for v in value]
+    bound = math.log(sum(math.exp(v) for v in cold) / 3)
     for k in range(3):
-        others = [v for j, v in enumerate(value) if j != k]
-        mean = sum(others) / 2
+        mean = sum(v for j, v in enumerate(value) if j != k) / 2
         assert single_scores[0, k].item() == pytest.approx(-(value[k] - mean) / 3, abs=1e-13)
-        without = math.log((math.exp(mean) + sum(math.exp(v) for v in others)) / 3)
-        share = math.exp(value[k] - bound) / 3  # of the bound's own dependence on log q
-        assert many_scores[0, k].item() == pytest.approx(-(bound - without) + beta * share, abs=1e-13)
+        others = [v for j, v in enumerate(cold) if j != k]
+        without = math.log((math.exp(sum(others) / 2) + sum(math.exp(v) for v in others)) / 3)
+        share = math.exp(cold[k] - bound) / 3  # of the bound's own dependence on log q
+        assert many_scores[0, k].item() == pytest.approx(beta * (share - (bound - without)), abs=1e-13)
 
 
 def test_groups_are_judged_apart_and_summed():

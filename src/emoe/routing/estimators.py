@@ -18,7 +18,7 @@ from torch import Tensor
 
 Draws = Float[Tensor, "B K G"]
 Beta = Float[Tensor, "..."] | float
-SMALLEST_BETA = 0.01  # weights of wake-sleep divide by beta
+SMALLEST_BETA = 0.01  # comparisons of draws divide by beta
 
 
 def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
@@ -37,19 +37,19 @@ def wake_sleep(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
 
 
 def vimco(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
-    """VIMCO (Mnih & Rezende 2016): for independent draws unbiased for -log 1/K sum_k exp(f_k + beta (r_k - s_k)).
+    """VIMCO (Mnih & Rezende 2016): for independent draws unbiased for -beta log 1/K sum_k exp(f_k / beta + r_k - s_k).
 
     The learning signal of draw k is the bound minus the bound with draw k replaced by the mean of the others.
     """
     draws = f.shape[1]
-    value = f + beta * (r - s)
+    value = f / torch.as_tensor(beta).clamp(min=SMALLEST_BETA) + r - s
     bound = value.logsumexp(1, keepdim=True) - math.log(draws)
     fixed = value.detach()
     others = (fixed.sum(1, keepdim=True) - fixed) / (draws - 1)
-    swapped = torch.where(torch.eye(draws, device=f.device, dtype=torch.bool)[..., None], others[:, :, None],
-                          fixed[:, None])  # fmt: skip
+    own = torch.eye(draws, device=f.device, dtype=torch.bool)[..., None]
+    swapped = torch.where(own, others[:, :, None], fixed[:, None])
     signal = bound.detach() - (swapped.logsumexp(2) - math.log(draws))
-    return -((signal * s).sum(1) + bound.squeeze(1)).sum(-1)
+    return -(beta * ((signal * s).sum(1, keepdim=True) + bound)).sum((1, 2))
 
 
 def leave_one_out(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:

@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
     rest, settings = split_settings(words)
     parser = Parser(
         prog="emoe reproduce information",
-        description="Train E-MoE on two pairs of equal symbols in three ways (minutes on 2 CPU cores) and draw how many "
+        description="Train E-MoE on two pairs of equal symbols in three ways (minutes on 2 cores) and draw how many "
         "nats each block and position carries in the course of training. Writes information.json and a figure.",
     )
     parser.add_argument("--runs", default="runs/information", help="where run folders go (default runs/information)")
