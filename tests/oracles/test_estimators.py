@@ -20,6 +20,7 @@ from emoe.diffusion.categorical import gumbel
 from emoe.diffusion.masking import masked_nll
 from emoe.exact import chain_law
 from emoe.methods.emoe import EMoE, EMoEConfig
+from emoe.ramps import Constant
 from emoe.rng import Rng
 from emoe.routing import routes
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
@@ -759,3 +760,18 @@ def test_router_options(tiny):
         method.infer(x0, xt, t, KNOBS, Rng(12))
     assert all(0.2 < logits.abs().max() <= 0.5 for logits in seen[0].route_logits)
     assert sum("router.norm" in name for name, _ in method.named_parameters()) == 4
+
+
+@pytest.mark.parametrize("estimator", ["pathwise", "wake-sleep", "vimco"])
+def test_elbo_power_puts_w_of_t_on_the_kl(tiny, estimator: str):
+    """beta(t) = kl_weight * w(t)^p, for each row."""
+    several = {} if estimator == "pathwise" else {"gradient": "none", "draws": 3}
+    method = tiny(EMoEConfig(experts=2, elbo_power=Constant(value=1.0), estimator=estimator, **several))
+    t = torch.tensor([0.25, 0.5], dtype=torch.float64)
+    one, half = (KNOBS | {"elbo_power": torch.tensor(p, dtype=torch.float64)} for p in (1.0, 0.5))
+    assert torch.allclose(method.kl_weight(t, one), BETA / t)
+    assert torch.allclose(method.kl_weight(t, half), BETA / t.sqrt())
+    x0 = torch.tensor([[0, 1], [1, 0]])
+    xt = torch.full_like(x0, method.space.mask_id)
+    out = method.objective(x0, xt, t, one, Rng(3))
+    assert torch.allclose(out.loss, out.recon + BETA / t * out.kl) and (out.kl > 0).all()

@@ -11,7 +11,7 @@ from emoe.evaluation.readme import generator
 from emoe.evaluation.results import Results
 from emoe.evaluation.tables import markdown_table
 
-SEARCHES = ("toy-estimators", "toy-annealing", "toy-vadd", "toy-vadd-2", "ties-probe")
+SEARCHES = ("toy-estimators", "toy-annealing", "toy-vadd", "toy-vadd-2", "toy-weighting", "ties-probe")
 
 
 def search_table(ranking: dict[str, Any]) -> str:
