@@ -771,7 +771,7 @@ def test_elbo_power_puts_w_of_t_on_the_kl(tiny, estimator: str):
     one, half = (KNOBS | {"elbo_power": torch.tensor(p, dtype=torch.float64)} for p in (1.0, 0.5))
     assert torch.allclose(method.kl_weight(t, one), BETA / t)
     assert torch.allclose(method.kl_weight(t, half), BETA / t.sqrt())
-    x0 = torch.tensor([[0, 1], [1, 0]])
+    x0 = torch.tensor([[0, 2], [2, 0]])
     xt = torch.full_like(x0, method.space.mask_id)
     out = method.objective(x0, xt, t, one, Rng(3))
     assert torch.allclose(out.loss, out.recon + BETA / t * out.kl) and (out.kl > 0).all()
