@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,23 @@ def test_two_bits_stand_beside_the_models_and_do_not_mix(tmp_path):
     assert "run `emoe reproduce likelihood --only two-bits`" in made(
         tmp_path / "b", "two-bits", models, task="likelihood"
     )
+
+
+def test_searches_and_information_render_from_their_files(tmp_path: Path) -> None:
+    block = "<!-- generated:{0} -->\n<!-- /generated:{0} -->\n"
+    text = "".join(block.format(name) for name in ("search-toy-vadd", "information", "route-limit"))
+    assert render(text, tmp_path).count("No numbers here yet") == 3
+    (tmp_path / "search").mkdir()
+    settings = {"optim.lr": "1e-3", "method.kl-weight": '{"kind": "linear", "start": 4.0, "end": 1.0, "share": 0.6}'}
+    outcome = {"task": {"domain.density": "moons"}, "seed": 10}
+    trials = [
+        {"settings": settings, "status": "done", "outcomes": [outcome],
+         "metrics": {"kl@1": {"mean": 0.1234, "stderr": 0.01}, "overlap@1": None}},
+        {"settings": {}, "status": "failed", "outcomes": [outcome], "metrics": {"kl@1": None, "overlap@1": None}},
+    ]  # fmt: skip
+    made = {"commit": "0123456789abcdef", "device": "a GPU", "torch": "2", "python": "3"}
+    ranking = {"base": "toy-8modes-vadd", "rank": ["kl@1", "overlap@1"], "made": made, "trials": trials}
+    (tmp_path / "search" / "toy-vadd.json").write_text(json.dumps(ranking), encoding="utf-8")
+    found = render(text, tmp_path)
+    assert "| lr 1e-3, kl-weight 4 → 1 over 60% | 0.123 ±0.010 | — |" in found
+    assert "| **base** (failed) | — | — |" in found and "over moons (seed 10)" in found and "`0123456789ab`" in found

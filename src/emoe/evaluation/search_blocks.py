@@ -28,10 +28,11 @@ def search_table(ranking: dict[str, Any]) -> str:
         lines.append([label, *cells])
     tasks = list(dict.fromkeys(_task(outcome) for trial in ranking["trials"] for outcome in trial["outcomes"]))
     made = ranking["made"]
+    commits = "commit " + ", ".join(f"`{_short(commit)}`" for commit in made.get("commits", [made["commit"]]))
     table = markdown_table(["Trial", *names], lines, align="l" + "r" * len(names))
     return (
         f"{table}\nBase: `{ranking['base']}`; mean ± standard error over {', '.join(tasks)}. Made by `emoe sweep` at "
-        f"commit `{made['commit'][:12]}` on {made['device']} (torch {made['torch']}, Python {made['python']})."
+        f"{commits} on {made['device']} (torch {made['torch']}, Python {made['python']})."
     )
 
 
@@ -59,6 +60,43 @@ def route_limit(folder: Path) -> str:
         markdown_table(header, lines, align="llrrr")
         + "\nOne network call, exact laws, mean ± standard error over seeds."
     )
+
+
+@generator("information")
+def information(folder: Path) -> str:
+    """Nats that the blocks carry at the end of training, and what they buy at one network call."""
+    path = folder / "information.json"
+    if not path.exists():
+        return f"*No numbers here yet: `{folder.name}/{path.name}` does not exist.*"
+    results = Results.load(path)
+    lines = []
+    for recipe in sorted({str(row.recipe) for row in results.select(metric="ties")}):
+        mine = results.only(recipe=recipe)
+        nats: dict[str, float] = {}
+        for row in mine.rows:
+            if row.metric.startswith("route_kl/"):
+                block = row.metric.split("/")[1]
+                nats[block] = nats.get(block, 0.0) + row.value
+        (ties,), (coverage,) = (mine.select(metric=name, nfe=1) for name in ("ties", "coverage"))
+        by_block = " + ".join(f"{nats[block]:.2f}" for block in sorted(nats))
+        lines.append(
+            [_way(recipe), f"{sum(nats.values()):.2f}", by_block, f"{ties.value:.1f}" + _error(ties.stderr, 1),
+             f"{coverage.value:.1f}"]
+        )  # fmt: skip
+    header = ["How the latent is learned", "nats per row", "by block", "ties at NFE 1 (%)", "coverage (%)"]
+    runs = {(_short(run.commit), run.device) for run in results.runs.values()}
+    source = "; ".join(f"commit `{commit}` on {device}" for commit, device in sorted(runs))
+    return f"{markdown_table(header, lines, align='lrrrr')}\nMade by `emoe reproduce information`, {source}."
+
+
+def _way(recipe: str) -> str:
+    if not recipe.startswith("ties-emoe-plus"):
+        return "the paper's reading"
+    return "E-MoE+, all positions carry" if "carriers=all" in recipe else "E-MoE+, positions code in turn"
+
+
+def _short(commit: str) -> str:
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
 
 
 def short_label(settings: dict[str, str]) -> str:
