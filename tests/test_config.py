@@ -317,7 +317,7 @@ def test_text_of_a_command_line(settings: dict[str, str], expected: tuple[str, A
         ({"train.stepz": "5"}, "train.stepz: no such field; did you mean 'train.steps'?"),
         ({"trainn.steps": "5"}, "trainn.steps: no such field; did you mean 'train.steps'?"),
         ({"optim.batch": "5"}, "optim.batch: no such field; did you mean 'train.batch'?"),
-        ({"method.zzz": "5"}, "method.zzz: no such field; allowed: method.balance, method.experts, "),
+        ({"method.zzz": "5"}, "method.zzz: no such field; allowed: method.balance, method.balance-form, "),
         ({"zzz.yyy": "5"}, "zzz.yyy: no such field; allowed: backbone, domain, eval, "),
         ({"seed.x": "5"}, "seed.x: no such field; "),
         ({"method": "vadd", "method.lattent": "5"}, "method.lattent: no such field; did you mean 'method.latent'?"),
