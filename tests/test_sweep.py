@@ -265,7 +265,7 @@ def test_data_of_ones_own(sweep: Sweep) -> None:
         (["--optim.lrr", "1"], "optim.lrr: no such field"),
         (["--halving", "4,2"], "halving: numbers of steps must rise"),
         (["--budget", "soon"], "budget: expected minutes"),
-        (["--rank", "vallidity@1:high"], "8-modes has no 'vallidity'; did you mean 'validity'?"),
+        (["--rank", "vallidity@1:high"], "8-modes has no 'vallidity'; did you mean 'validity'?"),  # codespell:ignore
         (["--rank", "sharpness@1"], "write sharpness@1:high or sharpness@1:low"),
         (["--seeds", "x"], "seeds: expected whole numbers"),
         (["--name", "../up"], "name: expected letters"),
