@@ -482,3 +482,16 @@ def test_the_demo_in_small(emoe_command: Command) -> None:
     code, out, err = emoe_command("demo", "--out", "d", "--domain.points", 100, *words, "--quiet")
     assert code == 0 and not err and "d/report.html" in out
     assert all(Path("d", name).stat().st_size for name in ("report.html", "figure.png", "results.json"))
+
+
+def test_an_exact_law_that_is_too_large_is_refused_with_what_to_ask_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--backbone.depth 3 --backbone.width 8 --backbone.hidden 8 --train.steps 1 --domain.points 50"
+    folder = str(tmp_path / "deep")
+    assert main(["train", "toy-8modes-emoe", "--run", folder, "--device", "cpu", "--quiet", *sizes.split()]) == 0
+    capsys.readouterr()
+    assert main(["eval", folder, "--exact", "--nfe", "1", "--samples", "20", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert "8^(2 * 2) routes" in said and "more than 200000" in said and "bound@T or iw@T,K" in said
+    assert not (tmp_path / "deep" / "eval.json").exists()

@@ -24,7 +24,7 @@ def test_the_command_records_every_block_and_position(tmp_path: Path, capsys: py
 
 def test_a_curve_is_read_and_its_end_is_a_mean(tmp_path: Path) -> None:
     lines = [f'{{"step": {step}, "route_kl_at/block2": [{step}, 1.0], "loss": 3}}' for step in range(1, 21)]
-    (tmp_path / "metrics.jsonl").write_text("\\n".join(lines).replace("\\n", chr(10)), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
     found = curves(tmp_path)
     assert list(found) == [2] and found[2][0] == (1, [1, 1.0])
     assert mean_end(found[2]) == [15.5, 1.0]

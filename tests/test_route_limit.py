@@ -25,7 +25,7 @@ def test_one_expert_is_the_product_of_marginals_and_enough_of_them_are_exact() -
     single = fit_routes(law, 1, seed=0)
     torch.testing.assert_close(single, torch.full((4, 4), 1 / 16, dtype=torch.float64), rtol=0, atol=1e-9)
     several = fit_routes(law, 4, seed=0)
-    assert several.sum().item() == 1 or abs(several.sum().item() - 1) < 1e-9
+    assert abs(several.sum().item() - 1) < 1e-9
     assert kl_data_model(law, several) < 1e-6
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from emoe.evaluation.likelihood import Tick
     from emoe.evaluation.results import Results, Row
+    from emoe.runs import Run
     from emoe.types import Convention
 
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
@@ -228,7 +229,6 @@ def cmd_eval(words: list[str]) -> int:
     held_out = parse_number("rows", args.rows, high=10_000_000)
     asked = parse_conventions(args.likelihood) if args.likelihood not in (None, "none") else None
     from emoe.evaluation.evaluate import evaluate, evaluate_likelihood
-    from emoe.evaluation.exact_toy import exact_rows, law_work
     from emoe.evaluation.grid import metric_grid
     from emoe.evaluation.likelihood import default_conventions, passes
     from emoe.evaluation.results import Results, RunInfo, describe_machine, record
@@ -243,11 +243,9 @@ def cmd_eval(words: list[str]) -> int:
         files = [run.path / "eval.json", *([Path(args.results)] if args.results else [])]
         for file in files:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
-        rows = evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
-        if args.exact:
-            asked_nfe = nfe or run.experiment.eval.nfe
-            with meter(law_work(run.method, asked_nfe), f"exact law of {folder}") as tick:
-                rows += exact_rows(run.method, run.domain, run.experiment, asked_nfe, tick=tick)
+        # Exact laws first: one that is too large is refused before anything is drawn.
+        rows = exact_part(run, nfe or run.experiment.eval.nfe) if args.exact else []
+        rows += evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
         if args.likelihood != "none":
             names = default_conventions(run.method) if asked is None else asked
             conventions |= dict.fromkeys(names)
@@ -271,6 +269,14 @@ def cmd_eval(words: list[str]) -> int:
                 print_grid(metric_grid(part, task, metric))
         print_likelihoods(results.rows, list(conventions))
     return 0
+
+
+def exact_part(run: Run, nfe: Sequence[int]) -> list[Row]:
+    """Rows of the exact law of a toy run, with progress."""
+    from emoe.evaluation.exact_toy import exact_rows, law_work
+
+    with meter(law_work(run.method, nfe), f"exact law of {run.path}") as tick:
+        return exact_rows(run.method, run.domain, run.experiment, nfe, tick=tick)
 
 
 @contextmanager

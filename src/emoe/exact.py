@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from emoe.config import ConfigError
 from emoe.diffusion.masking import NEG_INF, reveal_probability, subs
 from emoe.diffusion.quadrature import gaussian_grid, gaussian_points
 from emoe.diffusion.times import grid_times
@@ -230,7 +231,12 @@ def _propagate(method: MaskedDiffusion, steps: int, read: Callable[[float], dict
 
 def _check(components: int, rows: int, budget: int, what: str) -> None:
     if components * rows > budget:
-        raise ValueError(f"budget: {what}, times {rows} rows; that is more than {budget}, and too many to enumerate")
+        raise ConfigError(
+            [
+                f"budget: {what}, times {rows} rows; that is more than {budget}, and too many to enumerate; ask for "
+                "bound@T or iw@T,K, which need no enumeration"
+            ]
+        )
 
 
 def _chunk(x: Tensor) -> int:

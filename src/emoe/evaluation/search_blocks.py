@@ -1,4 +1,4 @@
-"""Generated tables of searches (`results/search/*.json`, written by `emoe sweep`) and of the best route code."""
+"""Generated tables of what was tried on the latent: searches (`results/search/*.json`), route limit, information."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.backbones.base import BackboneConfig
+from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import ConfigError, option
 from emoe.diffusion.masking import subs
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
@@ -116,6 +116,8 @@ class EMoE(MaskedDiffusion):
         self.backbone = backbone.build(space, config.wants())
         if config.last_block == "summed" and self.backbone.routed_blocks < 2:
             raise ConfigError(["last_block: summed leaves a network of one routed block nothing to draw; use drawn"])
+        if config.last_block == "summed" and type(self.backbone).forward_last is Backbone.forward_last:
+            raise ConfigError([f"last_block: {backbone.kind} cannot sum its last block (no forward_last); use drawn"])
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
         """The weight of KL_route, 1 in the paper's experiments (App. B.1), times w(t)^p with an `elbo_power` p."""
