@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.config import option
 from emoe.diffusion.categorical import gaussian_kl
-from emoe.diffusion.masking import subs
+from emoe.diffusion.masking import masked_nll, subs
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng
-from emoe.types import Denoised, Inference, TokenSpace, Wants, Weighed
+from emoe.routing.estimators import SMALLEST_BETA
+from emoe.types import Denoised, Inference, Objective, TokenSpace, Wants, Weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
     """Options of VADD."""
 
     latent: int = option(8, doc="size Z of the Gaussian latent", low=1)
+    draws: int = option(
+        1, doc="draws K of the latent for each row and step; above 1 their importance-weighted bound is trained", low=1
+    )
     kl_weight: Ramp = option(Linear(start=0.001, end=1.0, share=0.3), doc="KL weight lambda over training", low=0)
     elbo_weighted: bool = option(
         False, doc="put -alpha'/(1-alpha) on the KL too, as VADD publishes it; false: as the E-MoE paper prints it"
@@ -36,6 +41,16 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> VADD:
         """Make the method."""
         return VADD(self, space, backbone)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Latents drawn from the encoder for N = B * K rows, the draws of a row one after the other."""
+
+    mean: Float[Tensor, "N Z"]
+    log_std: Float[Tensor, "N Z"]
+    log_ratio: Float[Tensor, " N"]  # log N(z; 0, I) - log N(z; mean, std^2)
+    log_x_theta: Float[Tensor, "N L V"]
 
 
 class VADD(MaskedDiffusion):
@@ -62,23 +77,51 @@ class VADD(MaskedDiffusion):
         rng: Rng,
     ) -> Inference:
         """z = mean + std * noise from the encoder's Gaussian, which sees x0, t and the mask pattern of xt."""
-        mean, log_std, _, log_x_theta = self._posterior(x0, xt, t, rng)
-        return Inference(log_x_theta, gaussian_kl(mean, log_std))
+        drawn = self._posterior(x0, xt, t, rng)
+        return Inference(drawn.log_x_theta, gaussian_kl(drawn.mean, drawn.log_std))
+
+    def objective(
+        self,
+        x0: Int[Tensor, "B L"],
+        xt: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        knobs: Mapping[str, Tensor],
+        rng: Rng,
+    ) -> Objective:
+        """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
+
+        beta is the weight of the KL: with 1 at t = 1 it is the importance-weighted bound of Burda et al. (2016), and
+        with K = 1 for any beta the objective itself.
+        """
+        draws = self.config.draws
+        if draws == 1:
+            return super().objective(x0, xt, t, knobs, rng)
+        drawn = self._posterior(x0, xt, t, rng, draws)
+        nll = masked_nll(drawn.log_x_theta, x0.repeat_interleave(draws, dim=0)).view(len(x0), draws)
+        recon = self.config.schedule.elbo_weight(t)[:, None] * nll
+        beta = self.kl_weight(t, knobs).clamp(min=SMALLEST_BETA)
+        value = drawn.log_ratio.view(len(x0), draws) - recon / (beta[:, None] if beta.ndim else beta)
+        loss = -beta * (value.logsumexp(1) - math.log(draws))
+        kl = gaussian_kl(drawn.mean, drawn.log_std).view(len(x0), draws).mean(1)
+        return Objective(loss, recon.mean(1), kl, None, {})
 
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
         """log N(z; 0, I) - log N(z; mean, std^2) for z = mean + std * noise."""
-        mean, log_std, noise, log_x_theta = self._posterior(x0, xt, t, rng)
-        z = mean + log_std.exp() * noise
-        return Weighed(log_x_theta, (0.5 * (noise.square() - z.square()) + log_std).sum(-1))
+        drawn = self._posterior(x0, xt, t, rng)
+        return Weighed(drawn.log_x_theta, drawn.log_ratio)
 
     def _posterior(
-        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng
-    ) -> tuple[Float[Tensor, "B Z"], Float[Tensor, "B Z"], Float[Tensor, "B Z"], Float[Tensor, "B L V"]]:
-        """Mean, log standard deviation and noise of a draw, and log p(x0 | xt, z) under it."""
+        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng, draws: int = 1
+    ) -> Drawn:
+        """The encoder's Gaussian and `draws` of it for each row, under which the network runs in one call."""
         mean, log_std = self.encoder(x0, t, xt == self.space.mask_id).chunk(2, dim=-1)
+        if draws > 1:
+            mean, log_std, xt, t = (value.repeat_interleave(draws, dim=0) for value in (mean, log_std, xt, t))
         noise = self._noise(mean, rng)
-        logits = self.backbone(xt, t, cond=mean + log_std.exp() * noise).logits
-        return mean, log_std, noise, subs(logits, xt, self.space.mask_id)
+        z = mean + log_std.exp() * noise
+        log_ratio = (0.5 * (noise.square() - z.square()) + log_std).sum(-1)
+        logits = self.backbone(xt, t, cond=z).logits
+        return Drawn(mean, log_std, log_ratio, subs(logits, xt, self.space.mask_id))
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """z ~ N(0, I), then one factorised step."""
