@@ -25,9 +25,16 @@ METHODS: dict[str, tuple[str, dict[str, str]]] = {  # name in the table -> recip
     "vadd": ("vadd", {}),
     "emoe": ("emoe", {}),
     "emoe-plus": ("emoe-plus", {}),
+    "emoe-plus, wake-sleep": ("emoe-plus", {"method.estimator": "wake-sleep"}),
     "emoe-plus, 4 draws": ("emoe-plus", {"method.draws": "4"}),
     "emoe-plus, 2 draws": ("emoe-plus", {"method.draws": "2"}),
-    "emoe-plus, vimco, 2 draws": ("emoe-plus", {"method.draws": "2", "method.estimator": "vimco"}),
+    "emoe-plus, 4 draws, last block drawn": ("emoe-plus", {"method.draws": "4", "method.last-block": "drawn"}),
+    "emoe-plus, 2 draws, last block drawn": ("emoe-plus", {"method.draws": "2", "method.last-block": "drawn"}),
+    "emoe, leave-one-out, 2 draws": (
+        "emoe",
+        {"method.estimator": "leave-one-out", "method.gradient": "none", "method.draws": "2"},
+    ),
+    "vadd-plus": ("vadd-plus", {}),
     "emoe, last block summed": ("emoe", {"method.last-block": "summed"}),
     "emoe, reinmax": ("emoe", {"method.gradient": "reinmax"}),
     "emoe, gumbel-rao": ("emoe", {"method.gradient": "gumbel-rao"}),
@@ -84,10 +91,10 @@ def main() -> None:
     rows = []
     base = statistics.median(times["mdlm"])
     print(f"{info.device}, torch {info.torch}, {torch.get_num_threads()} threads")
-    print(f"{'method':<26}{'ms/step':>10}{'x MDLM':>9}")
+    print(f"{'method':<38}{'ms/step':>10}{'x MDLM':>9}")
     for method, values in times.items():
         middle = statistics.median(values)
-        print(f"{method:<26}{middle:>10.3f}{middle / base:>9.2f}")
+        print(f"{method:<38}{middle:>10.3f}{middle / base:>9.2f}")
         kind = "gpu" if device.type == "cuda" else "cpu"
         common = dict(task="benchmark", data=f"toy-step-{kind}", method=method, seed=0)
         common["recipe"] = customise(get_recipe(f"toy-8modes-{chosen[method][0]}"), chosen[method][1]).name

@@ -775,3 +775,28 @@ def test_elbo_power_puts_w_of_t_on_the_kl(tiny, estimator: str):
     xt = torch.full_like(x0, method.space.mask_id)
     out = method.objective(x0, xt, t, one, Rng(3))
     assert torch.allclose(out.loss, out.recon + BETA / t * out.kl) and (out.kl > 0).all()
+
+
+def test_a_block_that_is_summed_out_counts_in_usage_and_floor(tiny):
+    config = EMoEConfig(
+        experts=3, estimator="wake-sleep", gradient="none", draws=2, last_block="summed", balance=0.5,
+        balance_form="floor", usage_floor=1.0,
+    )  # fmt: skip
+    method = tiny(config)
+    last = [module for module in method.backbone.modules() if isinstance(module, Router)][-1]
+    knobs = {name: torch.ones((), dtype=torch.float64) for name in method.ramps}
+    x0, t = torch.tensor([[0, 2], [2, 2]]), torch.tensor([1.0, 0.5], dtype=torch.float64)
+    xt = torch.tensor([[1, 1], [1, 2]])
+
+    def shares(bias: list[float]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for parameter in last.parameters():
+                parameter.zero_()
+            list(last.parameters())[-1].copy_(torch.tensor(bias, dtype=torch.float64))
+            out = method.objective(x0, xt, t, knobs, Rng(3))
+        return out.log["usage/block2"], out.aux
+
+    even, base = shares([0.0, 0.0, 0.0])
+    assert torch.allclose(even, torch.full((3,), 1 / 3, dtype=torch.float64))
+    one, more = shares([50.0, 0.0, 0.0])  # entropy 0, 1 nat below the floor, in one of two blocks
+    assert one[0] > 0.999 and more - base == pytest.approx(0.5 * 1.0 / 2, abs=1e-6)

@@ -103,6 +103,7 @@ class Passes:
     prior: tuple[Float[Tensor, "N P E"], ...]
     routes: tuple[Int[Tensor, "N P"], ...]  # the drawn experts
     learned: tuple[Tensor, ...]  # 1 where a position carries: where the posterior is one of its own
+    summed: Float[Tensor, "N P E"] | None = None  # prior logits of a last block that is summed out
 
 
 class EMoE(MaskedDiffusion):
@@ -212,9 +213,11 @@ class EMoE(MaskedDiffusion):
         marks = torch.cat([masked, torch.zeros_like(masked)]) if config.mask_aware else None
         route = paired(keep, blocks, coding)
         many = xt.repeat_interleave(draws, dim=0) if draws > 1 else xt
+        last = None
         if summed:
             each, route_logits = self.backbone.forward_last(rows, times, marks=marks, route=route)
-            logits = _mixture(each, route_logits[-1], self.space.mask_id)
+            last = route_logits[-1]
+            logits = _mixture(each, last, self.space.mask_id)
         else:
             out = self.backbone(rows, times, marks=marks, route=route)
             logits, route_logits = out.logits, out.route_logits
@@ -231,7 +234,8 @@ class EMoE(MaskedDiffusion):
                 else carries(d, coding, positions, clean.device).to(clean.dtype)
             )  # fmt: skip
         routes = tuple(gate.expert[..., 0] for gate in gates)
-        return Passes(subs(logits, many, self.space.mask_id), tuple(post), tuple(prior), routes, tuple(learned))
+        log_x_theta = subs(logits, many, self.space.mask_id)
+        return Passes(log_x_theta, tuple(post), tuple(prior), routes, tuple(learned), last)
 
     def _log_routes(self, passes: Passes) -> tuple[Float[Tensor, "N P"], Float[Tensor, "N P"]]:
         """log p and log q of the drawn routes at each position, summed over blocks.
@@ -271,11 +275,16 @@ class EMoE(MaskedDiffusion):
             else usage_shortfall(logits, self.config.usage_floor)
             for logits, route in zip(passes.post, passes.routes, strict=True)
         ]  # fmt: skip
+        if passes.summed is not None and self.config.balance_form == "floor":
+            losses.append(usage_shortfall(passes.summed, self.config.usage_floor))
         return self.config.balance * torch.stack(losses).mean()
 
     @torch.no_grad()
     def _log(self, kl: Float[Tensor, "N D"], passes: Passes) -> dict[str, Tensor]:
-        """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block."""
+        """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block.
+
+        Of a block that is summed out: entropy and mean of the prior's probabilities.
+        """
         log = {}
         for d, (post, prior, route) in enumerate(zip(passes.post, passes.prior, passes.routes, strict=True)):
             log[f"route_kl/block{d + 1}"] = kl[:, d].mean() / post.shape[1]
@@ -283,6 +292,10 @@ class EMoE(MaskedDiffusion):
             log[f"post_entropy/block{d + 1}"] = routing_entropy(post)
             log[f"prior_entropy/block{d + 1}"] = routing_entropy(prior)
             log[f"usage/block{d + 1}"] = usage(route, self.config.experts)
+        if passes.summed is not None:
+            block = len(passes.post) + 1
+            log[f"prior_entropy/block{block}"] = routing_entropy(passes.summed)
+            log[f"usage/block{block}"] = torch.softmax(passes.summed, -1).mean((0, 1))
         return log
 
 

@@ -61,5 +61,7 @@ def ties_emoe_plus() -> Experiment:
         credit="position",
         last_block="summed",
         carriers="spread",
+        balance=0.3,
+        balance_form="floor",
     )
     return _ties("ties-emoe-plus", method)
