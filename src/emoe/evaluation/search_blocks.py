@@ -7,11 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from emoe.evaluation.grid import DATA, METHODS, measure
-from emoe.evaluation.readme import generator
+from emoe.evaluation.readme import generator, results_block
 from emoe.evaluation.results import Results
 from emoe.evaluation.tables import markdown_table
 
-SEARCHES = ("toy-estimators", "toy-annealing", "toy-vadd", "toy-vadd-2", "toy-weighting", "ties-probe")
+SEARCHES = (
+    "toy-estimators",
+    "toy-annealing",
+    "toy-weighting",
+    "toy-proper",
+    "toy-draws",
+    "toy-vadd",
+    "toy-vadd-2",
+    "toy-vadd-3",
+    "ties-probe",
+    "ties-64",
+)
 
 
 def search_table(ranking: dict[str, Any]) -> str:
@@ -34,6 +45,21 @@ def search_table(ranking: dict[str, Any]) -> str:
         f"{table}\nBase: `{ranking['base']}`; mean ± standard error over {', '.join(tasks)}. Made by `emoe sweep` at "
         f"{commits} on {made['device']} (torch {made['torch']}, Python {made['python']})."
     )
+
+
+@results_block("step-variants", "benchmark")
+def step_variants(results: Results) -> str:
+    """Time of a training step of every way to learn the latent, over that of the paper's reading in the same run."""
+    rows = results.select(metric="step_ms", data="toy-step-gpu")
+    (base,) = [row for row in rows if row.method == "emoe"]
+    lines = [
+        [METHODS.get(row.method, row.method), f"{row.value:.2f}", f"{row.value / base.value:.2f}x"]
+        for row in sorted(rows, key=lambda row: row.value)
+        if row.run == base.run
+    ]
+    run = results.runs[base.run]
+    table = markdown_table(["One training step of 512 rows", "ms", "over E-MoE"], lines)
+    return f"{table}\nMade by `{run.command}` at commit `{_short(run.commit)}` on {run.device} (torch {run.torch})."
 
 
 @generator("route-limit")
