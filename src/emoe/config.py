@@ -146,8 +146,14 @@ class Family(Config):
         found = set(cls.members)
         if cls.package:
             paths = importlib.import_module(cls.package).__path__
-            found |= {module.name for module in pkgutil.iter_modules(paths)} - {"base", "layers"}
+            modules = {module.name for module in pkgutil.iter_modules(paths)} - {"base", "layers"}
+            found |= (modules - set(cls.shared_modules().values())) | set(cls.shared_modules())
         return sorted(found)
+
+    @classmethod
+    def shared_modules(cls) -> dict[str, str]:
+        """Kind -> module of the family's package, for kinds that do not have a module of their own name."""
+        return dict(getattr(importlib.import_module(cls.package), "SHARED_MODULES", {})) if cls.package else {}
 
     @classmethod
     def resolve(cls, kind: object) -> type[Family]:
@@ -156,7 +162,7 @@ class Family(Config):
             fault = f"expected text, got {_short.repr(kind)}" if kind else "missing"
             raise ConfigError([f"kind: {fault}; allowed: {', '.join(cls.known_kinds())}"])
         if kind not in cls.members and cls.package and kind in cls.known_kinds():
-            importlib.import_module(f"{cls.package}.{kind}")
+            importlib.import_module(f"{cls.package}.{cls.shared_modules().get(kind, kind)}")
         if kind not in cls.members:
             raise ConfigError([f"kind: {kind!r} is not known{hint(kind, cls.known_kinds())}"])
         return cls.members[kind]

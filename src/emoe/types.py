@@ -67,7 +67,7 @@ class BackboneOut:
     """Token logits (the mask column at -inf) and, block by block, the router logits and gates."""
 
     logits: Float[Tensor, "B L V"]
-    route_logits: tuple[Float[Tensor, "_B P E"], ...] = ()
+    route_logits: tuple[Float[Tensor, "_B _P E"], ...] = ()
     gates: tuple[Gate, ...] = ()
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import Dispatch, RoutedExperts
 from emoe.types import Gate, Route
 
@@ -19,6 +20,15 @@ def time_features(t: Float[Tensor, " B"], size: int) -> Float[Tensor, "B F"]:
     frequency = torch.exp(-math.log(10_000) * torch.arange(half, device=t.device, dtype=t.dtype) / half)
     angle = 1000 * t[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor, "*B L V"]:
+    """Scores of all symbols but the mask, in at least single precision, with the mask's column put in at -inf."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    left, right = scores[..., :mask_id], scores[..., mask_id:]
+    if right.shape[-1] == 0:
+        return nnf.pad(left, (0, 1), value=NEG_INF)
+    return torch.cat([left, torch.full_like(scores[..., :1], NEG_INF), right], dim=-1)
 
 
 SHORT = 4  # up to this length attention by broadcasting beats the library's kernels, which are made for long rows
@@ -50,13 +60,22 @@ class Attention(nn.Module):
 
 
 class Router(nn.Linear):
-    """A linear router over experts, with an optional LayerNorm before it and a soft cap on its logits behind it.
+    """A linear router over experts, with optional LayerNorms before it and on its logits, and a soft cap on these.
 
     It starts at zero by default: all experts are equally likely, and posterior and prior agree, until there is a
     reason for them not to (docs/decisions/0015-initialisation.md).
     """
 
-    def __init__(self, width: int, experts: int, *, std: float = 0.0, norm: bool = False, cap: float | None = None):
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        *,
+        std: float = 0.0,
+        norm: bool = False,
+        cap: float | None = None,
+        logit_norm: bool = False,
+    ):
         super().__init__(width, experts)
         if std:
             nn.init.normal_(self.weight, std=std)
@@ -64,12 +83,14 @@ class Router(nn.Linear):
             nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         self.norm = nn.LayerNorm(width) if norm else None
+        self.logit_norm = nn.LayerNorm(experts) if logit_norm else None
         self.cap = cap
 
     def forward(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
-        """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap."""
+        """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
         logits = super().forward(x if self.norm is None else self.norm(x))
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits if self.logit_norm is None else self.logit_norm(logits)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
@@ -86,9 +107,10 @@ class RoutedMLP(nn.Module):
         std: float = 0.0,
         norm: bool = False,
         cap: float | None = None,
+        logit_norm: bool = False,
     ):
         super().__init__()
-        self.router = Router(width, experts, std=std, norm=norm, cap=cap)
+        self.router = Router(width, experts, std=std, norm=norm, cap=cap, logit_norm=logit_norm)
         self.experts = RoutedExperts(width, hidden, experts, dispatch)
 
     def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:

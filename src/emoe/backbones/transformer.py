@@ -9,12 +9,10 @@ from typing import ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Attention, RoutedMLP, time_features
+from emoe.backbones.layers import Attention, RoutedMLP, time_features, token_logits
 from emoe.config import option
-from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
@@ -205,13 +203,7 @@ class Transformer(Backbone):
         return self._read(h), tuple(route_logits)
 
     def _read(self, h: Float[Tensor, "*B L K"]) -> Float[Tensor, "*B L V"]:
-        """The head, in at least single precision, with the mask's column put in."""
-        logits = self.head(h)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        left, right = logits[..., : self.mask_id], logits[..., self.mask_id :]
-        if right.shape[-1] == 0:
-            return nnf.pad(left, (0, 1), value=NEG_INF)
-        return torch.cat([left, torch.full_like(logits[..., :1], NEG_INF), right], dim=-1)
+        return token_logits(self.head(h), self.mask_id)
 
 
 class Encoder(nn.Module):

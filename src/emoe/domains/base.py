@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from torch import Tensor
 
 from emoe.config import Family
@@ -29,7 +29,7 @@ class Domain(ABC):
     task: ClassVar[str]  # results/<task>.json
     name: str  # the `data` column of results, for instance "8-modes"
     space: TokenSpace
-    rows: Int[Tensor, "N L"]  # training rows
+    rows: Integer[Tensor, "N L"]  # training rows
 
     @abstractmethod
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
@@ -64,11 +64,12 @@ class ShuffledRows:
 
     Batch h of the whole job holds places h * B .. (h + 1) * B - 1 of that sequence, so a batch that runs over the
     end of one shuffle is filled from the next and every row is seen equally often. Ranks take equal slices of it.
+    Rows given as uint8 stay so on the device, an eighth of the memory; batches are int64 in any case.
     """
 
     def __init__(
         self,
-        rows: Int[Tensor, "N L"],
+        rows: Integer[Tensor, "N L"],
         batch: int,
         seed: int,
         *,
@@ -78,7 +79,7 @@ class ShuffledRows:
     ):
         if batch % world:
             raise ValueError(f"train.batch: {batch} rows cannot be split evenly over {world} ranks")
-        self.rows = rows.to(device=device, dtype=torch.long)
+        self.rows = rows.to(device=device, dtype=torch.uint8 if rows.dtype == torch.uint8 else torch.long)
         self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
         self._orders: dict[int, Tensor] = {}
 
@@ -99,4 +100,4 @@ class ShuffledRows:
             part = self._order(epoch)[place : place + count]
             parts.append(part)
             start, count = start + len(part), count - len(part)
-        return self.rows[parts[0] if len(parts) == 1 else torch.cat(parts)]
+        return self.rows[parts[0] if len(parts) == 1 else torch.cat(parts)].long()

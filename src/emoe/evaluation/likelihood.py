@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from torch import Tensor
 
 from emoe.methods.base import MaskedDiffusion, Method
@@ -84,7 +84,7 @@ def in_units(nll: Measurement, length: int) -> list[Measurement]:
     ]
 
 
-def factorised_nll(train: Int[Tensor, "N L"], rows: Int[Tensor, "n L"], symbols: int) -> float:
+def factorised_nll(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], symbols: int) -> float:
     """NLL in nats per row of the best factorised one-step model: the product of the data's marginals.
 
     The marginals are those of the training rows, with half a count added to every symbol.
@@ -108,7 +108,7 @@ def coordination_gain(bound_at_1: Measurement, factorised: float, length: int) -
 
 def likelihoods(
     method: Method,
-    train: Int[Tensor, "N L"],
+    train: Integer[Tensor, "N L"],
     rows: Int[Tensor, "n L"],
     conventions: Sequence[Convention],
     seed: int = 0,

@@ -99,9 +99,9 @@ class Passes:
     """Both passes of Algo. 1 for K draws of each row; N = B * K rows, the draws of a row one after the other."""
 
     log_x_theta: Float[Tensor, "N L V"]
-    post: tuple[Float[Tensor, "N P E"], ...]  # posterior logits of the drawn blocks
-    prior: tuple[Float[Tensor, "N P E"], ...]
-    routes: tuple[Int[Tensor, "N P"], ...]  # the drawn experts
+    post: tuple[Float[Tensor, "N _P E"], ...]  # posterior logits of the drawn blocks
+    prior: tuple[Float[Tensor, "N _P E"], ...]
+    routes: tuple[Int[Tensor, "N _P"], ...]  # the drawn experts
     learned: tuple[Tensor, ...]  # 1 where a position carries: where the posterior is one of its own
     summed: Float[Tensor, "N P E"] | None = None  # prior logits of a last block that is summed out
 

@@ -1,0 +1,307 @@
+"""The convolutional UNet of the binary-image experiments: three resolutions, dense or with routed expert branches.
+
+A row of L tokens is an image of side S = sqrt(L), pixels in row-major order. Letters: C channels, H = W the side of a
+feature map, P = H * W its positions. Maps are (B, C, H, W) in the memory format channels_last, so that their positions
+as rows (B, P, C) are a view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from emoe.backbones.base import Backbone, BackboneConfig
+from emoe.backbones.layers import RoutedMLP, time_features, token_logits
+from emoe.config import ConfigError, option
+from emoe.routing.experts import Dispatch
+from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
+
+# The eight residual blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up,
+# which read a skip connection beside their input; S.
+JOINED = (False, False, False, False, True, True, True, False)
+ROUTED = (False, True, True, True, True, True, False, False)  # all at S/2 and S/4
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetConfig(BackboneConfig, kind="unet"):
+    """Sizes of the paper's network for binarised MNIST."""
+
+    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder"})
+
+    channels: int = option(72, doc="channels at every resolution", low=1)
+    hidden: int = option(144, doc="hidden channels of each expert", low=1)
+    time_size: int = option(128, doc="size of the sinusoidal time features; even", low=2)
+    time_hidden: int = option(512, doc="size of the time vector that every block reads", low=1)
+    groups: int = option(8, doc="groups of each GroupNorm; must divide the channels", low=1)
+    dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
+    router_std: float = option(0.0, doc="standard deviation of a router's first weights", low=0)
+    router_logit_norm: bool = option(True, doc="an affine LayerNorm on each router's logits")
+    router_cap: float | None = option(5.0, doc="soft cap c * tanh(logits / c) of router logits; none = no cap", above=0)
+
+    def conflicts(self) -> Iterator[str]:
+        """Groups must divide the channels, time features come in pairs."""
+        if self.channels % self.groups:
+            yield f"groups: must divide channels = {self.channels}, got {self.groups}"
+        if self.time_size % 2:
+            yield f"time_size: must be even, got {self.time_size}"
+
+    def build(self, space: TokenSpace, wants: Wants) -> UNet:
+        """Make the denoiser."""
+        return UNet(self, space, wants)
+
+    def build_encoder(self, space: TokenSpace, wants: Wants) -> Encoder:
+        """Make a recognition encoder, about a sixth of the denoiser's size."""
+        return Encoder(self, space, wants.encoder)
+
+
+def image_side(length: int) -> int:
+    """S = sqrt(L).
+
+    Raises:
+        ConfigError: Rows are not square images that can be halved twice.
+    """
+    side = math.isqrt(length)
+    if side * side != length or side % 4:
+        raise ConfigError(
+            [f"backbone: unet needs square images whose side 4 divides (length 16, 64, 144, ...); rows have {length}"]
+        )
+    return side
+
+
+def as_rows(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B P C"]:
+    """The positions of a map as rows, in row-major order."""
+    return h.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def as_map(rows: Float[Tensor, "B P C"]) -> Float[Tensor, "B C H H"]:
+    """The inverse of `as_rows` for square maps; channels_last."""
+    side = math.isqrt(rows.shape[1])
+    return rows.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+
+
+def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
+    """A 3x3 convolution that keeps the side, or divides it by the stride."""
+    return nn.Conv2d(inputs, channels, 3, stride=stride, padding=1)
+
+
+class Residual(nn.Module):
+    """skip(h) + conv(SiLU(film(norm conv(SiLU(norm h))))), with film(u) = (1 + scale) u + shift from the time vector.
+
+    The second convolution starts at zero, so that the block starts as its skip: the identity, or a 1x1 convolution
+    where the number of channels changes. With `cond` = 0 there is no film.
+    """
+
+    def __init__(self, inputs: int, channels: int, groups: int, cond: int):
+        super().__init__()
+        self.norm_in = nn.GroupNorm(groups, inputs)
+        self.conv_in = conv3(inputs, channels)
+        self.norm_out = nn.GroupNorm(groups, channels)
+        self.film = nn.Linear(cond, 2 * channels, bias=False) if cond else None
+        self.conv_out = conv3(channels, channels)
+        nn.init.zeros_(self.conv_out.weight)
+        assert self.conv_out.bias is not None
+        nn.init.zeros_(self.conv_out.bias)
+        self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
+
+    def forward(self, h: Float[Tensor, "B I H W"], cond: Float[Tensor, "B T"] | None) -> Float[Tensor, "B C H W"]:
+        """Features of the same side."""
+        u = self.conv_in(_activate(self.norm_in(h), h))
+        v = self.norm_out(u)
+        if self.film is not None:
+            scale, shift = self.film(cond)[..., None, None].chunk(2, dim=1)
+            v = (1 + scale) * v + shift
+        return (h if self.skip is None else self.skip(h)) + self.conv_out(_activate(v, u))
+
+
+def _activate(u: Float[Tensor, "B C H W"], like: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+    """SiLU, in the precision of the map that was normalised; GroupNorm on a GPU leaves channels_last, so back to it."""
+    return nnf.silu(u).to(like.dtype, memory_format=torch.channels_last)
+
+
+@dataclass
+class Flow:
+    """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
+
+    cond: Float[Tensor, "B T"]
+    route: Route | None
+    skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
+    logits: list[Tensor] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
+
+    def take(self, logits: Float[Tensor, "B P E"], gate: Gate) -> None:
+        """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
+        self.logits.append(logits)
+        self.gates.append(gate)
+        self.cond = _kept(self.cond, gate)
+        self.skips = [as_map(_kept(as_rows(skip), gate)) for skip in self.skips]
+
+
+def _kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
+    rows = rows[gate.keep_from :]
+    return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
+
+
+class Block(nn.Module):
+    """A residual block r, dense, or with an additive branch of experts: r(h) + expert_z(r(h)).
+
+    Router and experts read the features that the residual block gives, at each position, without a norm of their own
+    (its parameters would not fit the published sizes). An expert is a 1x1-convolution MLP: the same map of channels at
+    every position that is routed to it.
+    """
+
+    def __init__(self, config: UNetConfig, *, joined: bool, cond: int, experts: int):
+        super().__init__()
+        channels = config.channels
+        self.residual = Residual(2 * channels if joined else channels, channels, config.groups, cond)
+        self.branch = (
+            RoutedMLP(
+                channels,
+                config.hidden,
+                experts,
+                config.dispatch,
+                std=config.router_std,
+                cap=config.router_cap,
+                logit_norm=config.router_logit_norm,
+            )
+            if experts
+            else None
+        )
+
+    def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
+        """Features of the rows that the gate keeps."""
+        h = self.residual(h, flow.cond)
+        if self.branch is None:
+            return h
+        if flow.route is None:
+            raise ValueError("a routed backbone needs a route policy")
+        rows = as_rows(h)
+        logits, gate = self.branch.route(rows, len(flow.gates), flow.route)
+        flow.take(logits, gate)
+        added = self._experts(self.branch, rows[gate.keep_from :], gate)
+        return as_map(_kept(rows, gate) + added.to(rows.dtype))
+
+    @staticmethod
+    def _experts(branch: RoutedMLP, rows: Float[Tensor, "B P C"], gate: Gate) -> Float[Tensor, "_B P C"]:
+        """The gate's experts; on a CPU in the precision of their weights: grouped products know no autocast."""
+        if rows.is_cuda:
+            return branch.experts(rows, gate)
+        with torch.autocast(rows.device.type, enabled=False):
+            return branch.experts(rows.to(branch.experts.w_in.dtype), gate)
+
+
+class UNet(Backbone):
+    """Denoiser: an image of tokens to logits over all symbols but the mask, which gets -inf.
+
+    Embedding, 3x3 convolution; residual blocks at S, S/2, S/4, S/4 (the middle), S/4, S/2, S, S, with convolutions of
+    stride 2 on the way down, and copies of each pixel to 2x2 followed by a convolution on the way up; GroupNorm, SiLU,
+    1x1 convolution. A latent vector is appended to the time vector that all blocks read.
+
+    There is no `forward_last`: convolutions follow the last routed block, so a route there moves the logits of many
+    pixels, and a sum over its routes is not a product of sums over each position's.
+    """
+
+    def __init__(self, config: UNetConfig, space: TokenSpace, wants: Wants):
+        super().__init__()
+        channels = config.channels
+        self.side = image_side(space.length)
+        self.routed_blocks = sum(ROUTED) if wants.experts else 0
+        self.mask_id, self.time_size = space.mask_id, config.time_size
+        self.token = nn.Embedding(space.size, channels)
+        self.mark = nn.Parameter(0.02 * torch.randn(channels)) if wants.marks else None
+        self.time = nn.Sequential(
+            nn.Linear(config.time_size, config.time_hidden),
+            nn.SiLU(),
+            nn.Linear(config.time_hidden, config.time_hidden),
+            nn.SiLU(),
+        )
+        self.has_cond = bool(wants.cond)
+        self.stem = conv3(channels, channels)
+        self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
+        self.up = nn.ModuleList(conv3(channels, channels) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            Block(config, joined=joined, cond=config.time_hidden + wants.cond, experts=wants.experts if routed else 0)
+            for joined, routed in zip(JOINED, ROUTED, strict=True)
+        )
+        self.norm = nn.GroupNorm(config.groups, channels)
+        self.head = nn.Linear(channels, space.size - 1)
+
+    def forward(
+        self,
+        x: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        *,
+        cond: Float[Tensor, "B Z"] | None = None,
+        marks: Bool[Tensor, "B L"] | None = None,
+        route: Route | None = None,
+    ) -> BackboneOut:
+        """See `Backbone.forward`."""
+        rows = self.token(x)
+        if self.mark is not None and marks is not None:
+            rows = rows + marks[..., None].to(rows.dtype) * self.mark
+        flow = Flow(self._condition(t, cond), route)
+        blocks = iter(self.blocks)
+        h = next(blocks)(self.stem(as_map(rows)), flow)
+        flow.skips.append(h)
+        for down in self.down:
+            h = next(blocks)(down(h), flow)
+            flow.skips.append(h)
+        h = next(blocks)(h, flow)
+        h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
+        for up in self.up:
+            h = up(nnf.interpolate(h, scale_factor=2, mode="nearest"))
+            h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
+        h = next(blocks)(h, flow)
+        logits = token_logits(self.head(as_rows(_activate(self.norm(h), h))), self.mask_id)
+        return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
+
+    def _condition(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B T"]:
+        """The time vector, with the latent appended where there is one."""
+        time = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
+        if not self.has_cond:
+            return time
+        if cond is None:
+            raise ValueError("a backbone with a latent needs cond")
+        return torch.cat([time, cond.to(time.dtype)], dim=-1)
+
+
+class Encoder(nn.Module):
+    """Recognition network: clean image, time and mask pattern to a vector.
+
+    Embeddings of tokens, marks and time are added; then a 3x3 convolution, and twice a convolution of stride 2 and a
+    residual block; GroupNorm, SiLU, the mean over positions, a linear layer.
+    """
+
+    def __init__(self, config: UNetConfig, space: TokenSpace, outputs: int):
+        super().__init__()
+        channels = config.channels
+        image_side(space.length)
+        self.time_size = config.time_size
+        self.token = nn.Embedding(space.size, channels)
+        self.mark = nn.Parameter(torch.randn(channels))
+        self.time = nn.Sequential(nn.Linear(config.time_size, channels), nn.SiLU(), nn.Linear(channels, channels))
+        self.stem = conv3(channels, channels)
+        self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
+        self.blocks = nn.ModuleList(Residual(channels, channels, config.groups, cond=0) for _ in range(2))
+        self.norm = nn.GroupNorm(config.groups, channels)
+        self.head = nn.Linear(channels, outputs)
+
+    def forward(
+        self, x0: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"]
+    ) -> Float[Tensor, "B O"]:
+        """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
+        dtype = self.token.weight.dtype
+        rows = self.token(x0) + marks[..., None].to(dtype) * self.mark
+        rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
+        h = self.stem(as_map(rows))
+        for down, block in zip(self.down, self.blocks, strict=True):
+            h = block(down(h), None)
+        pooled = self.head(nnf.silu(self.norm(h)).mean((2, 3)))
+        return pooled if pooled.dtype == torch.float64 else pooled.float()

@@ -1,0 +1,330 @@
+"""Files of images: what is read, what is refused and how, where they are looked for, how they are fetched."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import re
+import struct
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emoe.domains.base import DataError
+from emoe.domains.images import files
+from emoe.domains.images.files import KNOWN, ORIGINAL, Known
+
+
+def idx(values: np.ndarray, *, kind: int = 0x08, zeros: bytes = b"\0\0") -> bytes:
+    head = zeros + bytes([kind, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+    return head + values.astype(np.uint8).tobytes()
+
+
+def npy(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+VALUES = np.arange(24).reshape(2, 3, 4)
+BITS = np.random.default_rng(0).integers(256, size=(5, 98), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (0, 3)])
+def test_reads_idx_of_any_shape(tmp_path, pack, shape):
+    values = np.arange(np.prod(shape)).reshape(shape)
+    read = files.read_idx(write(tmp_path / "x", pack(idx(values))))  # told by content, not by the ending
+    assert read.dtype == np.uint8 and np.array_equal(read, values)
+
+
+BAD_IDX = {
+    "empty": (b"", "is no IDX file, it begins with nothing"),
+    "another format": (b"\x89PNG\r\n\x1a\n" * 9, "is no IDX file, it begins with 89 50 4e 47"),
+    "wrong magic": (idx(VALUES, zeros=b"\1\0"), "is no IDX file, it begins with 01 00 08 03"),
+    "another type": (idx(VALUES, kind=0x0D), r"values of type 0x0d, not bytes \(0x08\)"),
+    "no axes": (b"\0\0\x08\0", "header of 0 axes is cut off"),
+    "header cut off": (idx(VALUES)[:13], "header of 3 axes is cut off"),
+    "values cut off": (idx(VALUES)[:-5], "holds 19 values of the 24 its header promises"),
+    "trailing bytes": (idx(VALUES) + b"x", "goes on after the 24 values its header promises"),
+    "too large": (b"\0\0\x08\2" + struct.pack(">2I", 2**16, 2**15), "promises 2,147,483,648 bytes, more than 1,073,"),
+    "huge": (b"\0\0\x08\xff" + b"\xff" * 1020, "more than 1,073,741,824"),
+}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("case", BAD_IDX)
+def test_refuses_bad_idx(tmp_path, case, pack):
+    content, message = BAD_IDX[case]
+    path = write(tmp_path / "bad-idx", pack(content))
+    with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + message + ".*; (delete|save) it"):
+        files.read_idx(path)
+
+
+def test_refuses_damaged_gzip(tmp_path):
+    whole = gzip.compress(idx(VALUES))
+    flipped = bytearray(whole)
+    flipped[-5] ^= 1  # the check sum
+    squashed = whole[:12] + b"\xff" * 8 + whole[20:]
+    for content in (whole[:-9], whole[:15], bytes(flipped), squashed):
+        path = write(tmp_path / "x.gz", content)
+        with pytest.raises(DataError, match=r"x\.gz: cannot be read, damaged or cut off .*; delete it"):
+            files.read_idx(path)
+
+
+@pytest.mark.parametrize("read", [files.read_idx, files.read_packed])
+def test_a_missing_path_and_a_folder(tmp_path, read):
+    with pytest.raises(DataError, match=r"none: does not exist"):
+        read(tmp_path / "none")
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path)
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
+    path = write(tmp_path / "bomb.gz", gzip.compress(idx(VALUES) + bytes(10_000_000)))
+    asked = []
+    read = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: asked.append(size) or read(self, size))
+    with pytest.raises(DataError, match="goes on after the 24 values"):
+        files.read_idx(path)
+    assert max(asked) == 25 and min(asked) > 0
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_reads_packed_bits(tmp_path, pack):
+    bits = files.read_packed(write(tmp_path / "x", pack(npy(BITS))))
+    assert bits.shape == (5, 784) and bits.dtype == np.uint8
+    assert np.array_equal(bits[:, :8] @ (1 << np.arange(7, -1, -1)), BITS[:, 0])
+
+
+class Stranger:
+    def __reduce__(self):
+        return (print, ("code was run",))
+
+
+PICKLED = np.empty((1, 98), dtype=object)
+PICKLED[:] = Stranger()
+BAD_PACKED = {
+    "no array": (b"abc", "cannot be read"),
+    "cut off": (npy(BITS)[:-1], "cannot be read"),
+    "trailing": (npy(BITS) + b"x", "goes on after its array"),
+    "columns": (npy(BITS[:, :97]), r"holds uint8 of shape \(5, 97\), not uint8 of shape \(N, 98\)"),
+    "axes": (npy(BITS.reshape(-1)), r"shape \(490,\)"),
+    "type": (npy(BITS.astype(np.int16)), r"holds int16 of shape \(5, 98\)"),
+    "promises": (npy(BITS).replace(b"(5, 98), }  ", b"(5000, 98),}"), "cannot be read"),
+    "pickle": (npy(PICKLED), "cannot be read.*allow_pickle"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PACKED)
+def test_refuses_bad_packed_bits(tmp_path, case, capsys):
+    content, message = BAD_PACKED[case]
+    path = write(tmp_path / "bad.npy.gz", gzip.compress(content))
+    with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + message):
+        files.read_packed(path)
+    assert capsys.readouterr().out == ""
+
+
+def test_refuses_an_archive_in_place_of_packed_bits(tmp_path):
+    np.savez(tmp_path / "x.npz", BITS)
+    with pytest.raises(DataError, match="holds an archive, not uint8"):
+        files.read_packed(tmp_path / "x.npz")
+
+
+# --- the published files
+
+
+def known(content: bytes) -> tuple[bytes, Known]:
+    """A gzipped file of that content with its entry in the table."""
+    zipped = gzip.compress(content, mtime=0)
+    sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
+    return zipped, Known(len(zipped), sums[0], len(content), sums[1])
+
+
+@pytest.fixture
+def small(monkeypatch) -> dict[str, bytes]:
+    """A table in which the four files are tiny; name -> gzipped content."""
+    made = {}
+    for number, name in enumerate(ORIGINAL):
+        made[f"{name}.gz"], entry = known(idx(np.full(50, number)))
+        monkeypatch.setitem(KNOWN, name, entry)
+    return made
+
+
+def test_the_table_is_consistent():
+    assert {*files.ORIGINAL, *files.STATIC} == KNOWN.keys()
+    sums = [text for entry in KNOWN.values() for text in (entry.sha256, entry.raw_sha256)]
+    assert len(set(sums)) == 2 * len(KNOWN) and all(re.fullmatch("[0-9a-f]{64}", text) for text in sums)
+    counts = {files.TRAIN_IMAGES: 60_000 * 784 + 16, files.TRAIN_LABELS: 60_000 + 8}
+    counts |= {files.TEST_IMAGES: 10_000 * 784 + 16, files.TEST_LABELS: 10_000 + 8}
+    counts |= {files.STATIC_TRAIN: 50_000 * 98 + 128, files.STATIC_TEST: 10_000 * 98 + 128}
+    assert {name: entry.raw_size for name, entry in KNOWN.items()} == counts
+
+
+def test_a_file_of_a_known_name_must_be_the_published_one(tmp_path, small):
+    name = ORIGINAL[0]
+    zipped = write(tmp_path / f"{name}.gz", small[f"{name}.gz"])
+    plain = write(tmp_path / name, gzip.decompress(small[f"{name}.gz"]))
+    files.verify(zipped)
+    files.verify(plain)
+    for path in (zipped, plain):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(str(path)) + ": sha256 is [0-9a-f]+, but .*emoe data mnist"):
+            files.verify(path)
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=r"bytes, but the published file has \d+; delete it and download it again"):
+            files.verify(path)
+    files.verify(write(tmp_path / "another-name.gz", b"anything"))
+
+
+def test_finds_files_below_the_root(tmp_path):
+    name = ORIGINAL[0]
+    root = tmp_path / "data"
+    order = [root / name, root / f"{name}.gz", root / "mnist" / name, root / "mnist" / f"{name}.gz"]
+    for path in order:  # later ones are preferred
+        write(path, b"")
+        assert files.find(root, [name]) == {name: path}
+
+
+def test_says_what_is_missing_and_where_it_looked(tmp_path):
+    write(tmp_path / "mnist" / ORIGINAL[1], b"")
+    with pytest.raises(DataError) as caught:
+        files.find(tmp_path, ORIGINAL)
+    text = str(caught.value)
+    assert all((f"{name}[.gz]" in text) == (name != ORIGINAL[1]) for name in ORIGINAL)
+    assert str(tmp_path / "mnist") in text
+    assert all(word in text for word in ("--data-root", "--domain.root", "EMOE_DATA", "emoe data mnist"))
+    with pytest.raises(DataError, match="no data folder is named"):
+        files.find(None, ORIGINAL)
+    with pytest.raises(DataError, match="binarized_mnist_train") as caught:
+        files.find(tmp_path, files.STATIC)
+    assert "emoe data" not in str(caught.value)  # nobody offers that set for download
+
+
+def test_the_data_root(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    assert files.data_root() is None
+    (tmp_path / "shared" / "data").mkdir(parents=True)
+    assert files.data_root().resolve() == (tmp_path / "shared" / "data").resolve()
+    monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
+    assert files.data_root() == tmp_path / "env"
+    assert files.data_root("told") == Path("told")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.data_root("~/told") == tmp_path / "told"
+
+
+# --- downloads, from a server on this machine
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A folder that the address of the mirror serves."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setattr(files, "MIRROR", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setattr(urllib.request, "_opener", urllib.request.build_opener(urllib.request.ProxyHandler({})))
+        yield folder
+        server.shutdown()
+        thread.join()
+
+
+def left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+def test_downloads_the_four_files_once(tmp_path, mirror, small):
+    for name, content in small.items():
+        write(mirror / name, content)
+    seen = []
+    done = files.download_mnist(tmp_path / "data", on_progress=lambda *event: seen.append(event))
+    assert {path.name: path.read_bytes() for path in done} == small
+    assert seen == [(name, len(content), len(content)) for name, content in small.items()]
+    assert left(tmp_path / "data") == sorted(small)
+    assert files.find(tmp_path / "data", ORIGINAL).keys() == set(ORIGINAL)
+    seen.clear()
+    done[2].write_bytes(b"damaged")
+    files.download_mnist(tmp_path / "data", on_progress=lambda *event: seen.append(event))
+    assert [name for name, *_ in seen] == [done[2].name]
+    assert done[2].read_bytes() == small[done[2].name]
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"x" * 200_000], ids=["nothing", "a page", "too long"])
+def test_a_download_of_something_else_leaves_nothing(tmp_path, mirror, small, content):
+    write(mirror / f"{ORIGINAL[0]}.gz", content)
+    with pytest.raises(DataError, match=r"not the published file \([\d,]+ bytes in place of \d+\); .* by hand"):
+        files.download_mnist(tmp_path / "data")
+    assert left(tmp_path / "data") == []
+    write(mirror / f"{ORIGINAL[0]}.gz", bytes(len(small[f"{ORIGINAL[0]}.gz"])))
+    with pytest.raises(DataError, match="another sha256"):
+        files.download_mnist(tmp_path / "data")
+    assert left(tmp_path / "data") == []
+
+
+def test_a_download_that_fails_says_what_to_do(tmp_path, mirror, small):
+    with pytest.raises(DataError, match=r"cannot be downloaded .*404.*put train-images-idx3-ubyte\.gz, .* by hand"):
+        files.download_mnist(tmp_path / "data")
+    assert left(tmp_path / "data") == []
+
+
+def test_without_a_network(tmp_path, monkeypatch, small):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        port = server.server_port  # nobody listens there once it is closed
+    monkeypatch.setattr(files, "MIRROR", f"http://127.0.0.1:{port}/")
+    monkeypatch.setattr(urllib.request, "_opener", urllib.request.build_opener(urllib.request.ProxyHandler({})))
+    with pytest.raises(DataError, match="cannot be downloaded .*refused.*by hand"):
+        files.download_mnist(tmp_path)
+
+
+class Broken(io.BytesIO):
+    """A line that breaks off after the first block."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(b"x" * 10)
+        self.error = error
+
+    def read(self, size: int | None = -1) -> bytes:
+        block = super().read(size)
+        if not block:
+            raise self.error
+        return block
+
+
+def test_a_line_that_breaks_leaves_no_partial_file(tmp_path, small):
+    with pytest.raises(DataError, match=r"cannot be downloaded .*\(timed out\)"):
+        files.download_mnist(tmp_path, fetch=lambda url: Broken(TimeoutError("timed out")))
+    assert left(tmp_path) == []
+    with pytest.raises(KeyboardInterrupt):
+        files.download_mnist(tmp_path, fetch=lambda url: Broken(KeyboardInterrupt()))
+    assert left(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    write(tmp_path / "file", b"")
+    with pytest.raises(DataError, match="cannot be made .*; choose another --data-root"):
+        files.download_mnist(tmp_path / "file")
