@@ -1,15 +1,22 @@
-"""Time of a training step of each toy method against MDLM's, interleaved in one process.
+"""Time of a training step of each method against MDLM's, interleaved in one process.
 
     ./run emoe --version && PYTHONPATH=src .venv/bin/python benchmarks/step_time.py --record
+    ... --task mnist --data-root data --rival FOLDER
 
 Times on shared machines are noisy: methods take turns, round after round, and the ratio of medians is what counts.
+`--rival` is a checkout of addtt/variational-diffusion-models, whose UNet the paper's was derived from: a training step
+of it in eager mode, as its trainer runs it, with the paper's channels and about as many blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -20,7 +27,8 @@ from emoe.recipes import get_recipe
 from emoe.rng import Rng
 from emoe.runs import pick_device
 
-METHODS: dict[str, tuple[str, dict[str, str]]] = {  # name in the table -> recipe of 8-modes and changed fields
+Methods = dict[str, tuple[str, dict[str, str]]]  # name in the table -> end of a recipe's name and changed fields
+TOY: Methods = {
     "mdlm": ("mdlm", {}),
     "vadd": ("vadd", {}),
     "emoe": ("emoe", {}),
@@ -40,6 +48,17 @@ METHODS: dict[str, tuple[str, dict[str, str]]] = {  # name in the table -> recip
     "emoe, gumbel-rao": ("emoe", {"method.gradient": "gumbel-rao"}),
 }
 
+IMAGES: Methods = {
+    "mdlm": ("mdlm", {}),
+    "vadd": ("vadd", {}),
+    "emoe": ("emoe", {}),
+    "emoe-plus": ("emoe-plus", {}),
+    "mdlm, eager": ("mdlm", {"train.cuda-graph": "false"}),
+    "mdlm, eager, tf32": ("mdlm", {"train.cuda-graph": "false", "train.precision": "tf32"}),
+}
+TASKS = {"toy": ("toy-8modes-", TOY), "mnist": ("mnist-", IMAGES)}
+RIVAL = "vdm, eager"
+
 
 def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Stepper:
     """The training step of a recipe, ready to be called with step numbers."""
@@ -54,27 +73,74 @@ def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Ste
     )  # fmt: skip
 
 
+def _zeroed(module: torch.nn.Module) -> torch.nn.Module:
+    for parameter in module.parameters():
+        torch.nn.init.zeros_(parameter)
+    return module
+
+
+def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int = 32) -> Callable[[int], None]:
+    """A step of the VDM UNet on grey images: noise prediction, Adam, clipping, moving average; eager, TF32."""
+    sys.path.insert(0, str(folder))
+    helpers = ModuleType("utils")  # the network needs one function of a file whose imports are many
+    helpers.zero_init = _zeroed  # type: ignore[attr-defined]
+    sys.modules["utils"] = helpers
+    from vdm_unet import UNetVDM  # type: ignore[import-not-found]
+
+    sizes = SimpleNamespace(
+        embedding_dim=72, n_blocks=3, n_attention_heads=1, norm_groups=8, dropout_prob=0.0, attention_everywhere=False,
+        use_fourier_features=False, input_channels=1, gamma_min=-13.3, gamma_max=5.0,
+    )  # fmt: skip
+    net = UNetVDM(sizes).to(device)
+    average = [p.detach().clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-4, weight_decay=0.01, betas=(0.9, 0.99))
+    x = torch.randn(batch, 1, side, side, device=device)
+
+    def step(_: int) -> None:
+        gamma = -13.3 + 18.3 * torch.rand(batch, device=device)
+        noise = torch.randn_like(x)
+        spread = torch.sigmoid(gamma)[:, None, None, None]
+        z = (1 - spread).sqrt() * x + spread.sqrt() * noise
+        loss = (net(z, gamma) - noise).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        torch._foreach_lerp_(average, [p.detach() for p in net.parameters()], 1e-4)
+
+    return step
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each method")
     parser.add_argument("--steps", type=int, default=0, help="steps per turn; default 5 on a CPU, 100 on a GPU")
+    parser.add_argument("--task", choices=TASKS, default="toy")
     parser.add_argument(
         "--methods", default="mdlm;vadd;emoe;emoe-plus", help="names, separated by ;  all = all of them"
     )
+    parser.add_argument("--data-root", help="where MNIST is")
+    parser.add_argument("--rival", type=Path, help="with --task mnist: checkout of the VDM UNet to time beside")
     parser.add_argument("--record", metavar="FILE", nargs="?", const="results/benchmark.json", help="record the rows")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds: at least 2 turns are needed for a standard error")
     device = pick_device(args.device)
     count = args.steps or (100 if device.type == "cuda" else 5)
     began = time.monotonic()
-    names = list(METHODS) if args.methods == "all" else ["mdlm", *(n for n in args.methods.split(";") if n != "mdlm")]
-    chosen = {name: METHODS[name] for name in names}
-    steppers = {
-        name: stepper_of(f"toy-8modes-{recipe}", device, settings) for name, (recipe, settings) in chosen.items()
+    prefix, methods = TASKS[args.task]
+    names = list(methods) if args.methods == "all" else ["mdlm", *(n for n in args.methods.split(";") if n != "mdlm")]
+    where = {"domain.root": args.data_root} if args.data_root else {}
+    chosen = {name: (prefix + methods[name][0], methods[name][1] | where) for name in names}
+    steppers: dict[str, Callable[[int], None]] = {
+        name: stepper_of(recipe, device, settings) for name, (recipe, settings) in chosen.items()
     }
-    done = dict.fromkeys(chosen, 0)
-    times: dict[str, list[float]] = {name: [] for name in chosen}
+    if args.rival:
+        steppers[RIVAL] = rival_step(args.rival, device)
+    done = dict.fromkeys(steppers, 0)
+    times: dict[str, list[float]] = {name: [] for name in steppers}
     for turn in range(-1, args.rounds):
         for method, step in steppers.items():
             start = time.perf_counter()
@@ -96,8 +162,11 @@ def main() -> None:
         middle = statistics.median(values)
         print(f"{method:<38}{middle:>10.3f}{middle / base:>9.2f}")
         kind = "gpu" if device.type == "cuda" else "cpu"
-        common = dict(task="benchmark", data=f"toy-step-{kind}", method=method, seed=0)
-        common["recipe"] = customise(get_recipe(f"toy-8modes-{chosen[method][0]}"), chosen[method][1]).name
+        common = dict(task="benchmark", data=f"{args.task}-step-{kind}", method=method, seed=0)
+        if method in chosen:
+            common["recipe"] = customise(get_recipe(chosen[method][0]), chosen[method][1]).name
+        else:
+            common["recipe"] = "reference"
         error = statistics.stdev(values) / len(values) ** 0.5
         rows += [
             Row(**common, nfe=None, metric="step_ms", value=round(middle, 4), stderr=round(error, 4), n=len(values)),
