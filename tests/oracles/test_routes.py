@@ -716,3 +716,22 @@ def test_loss_reads_the_numbers_that_the_method_names_as_ramps(tiny, config):
     heavier = knobs | {"kl_weight": knobs["kl_weight"] + 1}
     a, b = (method(Enumeration(method).clean, k, Rng(13)) for k in (knobs, heavier))
     assert (b.total - a.total).item() == pytest.approx(a.log["kl"].item(), rel=1e-6)
+
+
+def test_experts_agree_under_autocast():
+    values, grads = [], []
+    for dispatch in ("loop", "dense", "grouped"):
+        torch.manual_seed(3)
+        experts = RoutedExperts(16, 32, 4, dispatch)
+        x = torch.randn(3, 5, 16)
+        gate = Gate(torch.randint(4, (3, 5, 1)), torch.ones(3, 5, 1))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = experts(x, gate)
+        out.float().square().sum().backward()
+        values.append(out.detach().float())
+        grads.append(experts.w_in.grad)
+    exact = RoutedExperts(16, 32, 4, "loop")
+    exact.load_state_dict(experts.state_dict())
+    want = exact(x, gate).detach()
+    assert all(torch.allclose(value, want, atol=0.02) for value in values)
+    assert all((grad - grads[0]).norm() < 0.02 * grads[0].norm() for grad in grads)

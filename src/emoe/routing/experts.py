@@ -76,8 +76,9 @@ class RoutedExperts(nn.Module):
             return self.dispatch
         if x.is_cuda:
             return "dense"
-        aligned = all(size * x.element_size() % 16 == 0 for size in self.w_in.shape[1:])
-        return "grouped" if aligned and x.dtype in (torch.float32, torch.bfloat16) else "loop"
+        dtype = _product_dtype(x)
+        aligned = all(size * dtype.itemsize % 16 == 0 for size in self.w_in.shape[1:])
+        return "grouped" if aligned and dtype in (torch.float32, torch.bfloat16) else "loop"
 
     def _loop(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
         """Each expert on its own rows. An expert without rows still takes part, with a zero gradient."""
@@ -123,8 +124,15 @@ def _uniform(*shape: int, fan_in: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound)
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The precision of a matrix product with x: autocast's, where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _ContiguousGrad.apply(nnf.grouped_mm(rows, weight, offs=ends))
+    dtype = _product_dtype(rows)  # autocast does not know grouped products
+    return _ContiguousGrad.apply(nnf.grouped_mm(rows.to(dtype), weight.to(dtype), offs=ends))
 
 
 def _expand_bias(bias: Float[Tensor, "E F"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N F"]:
