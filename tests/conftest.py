@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 # Shapes and types in the signatures of the package are checked in this process, if beartype is there. It must happen
 # before the package is imported for the first time; processes that a test starts import it unchecked.
@@ -94,6 +96,25 @@ def build_tiny(
 def tiny() -> Callable[..., MaskedDiffusion]:
     """`build_tiny`: a factory of models that can be enumerated."""
     return build_tiny
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Callable[[Sequence[str]], Path]:
+    """Where the named published files lie: below EMOE_DATA, else in the data folder beside the checkout; else skip."""
+    from emoe.domains.base import DataError
+    from emoe.domains.images import files
+
+    told = os.environ.get("EMOE_DATA")
+    root = Path(told) if told else Path(__file__).resolve().parents[2] / "shared" / "data"
+
+    def find(names: Sequence[str]) -> Path:
+        try:
+            files.find(root, names)
+        except DataError:
+            pytest.skip(f"{names[0]} and the like are not here; set EMOE_DATA")
+        return root
+
+    return find
 
 
 @pytest.fixture(scope="session", name="scramble")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -110,6 +111,8 @@ def test_version_and_bare_command(emoe_command: Command) -> None:
 def test_every_command_has_help(command: str, emoe_command: Command) -> None:
     code, out, err = emoe_command(command, "--help")
     assert code == 0 and f"usage: emoe {command}" in out and not err
+    if command not in ("sweep", "demo", "release"):
+        assert re.search(rf"^examples:\n  emoe {command}\b", out, re.MULTILINE)
 
 
 def test_list(emoe_command: Command) -> None:
@@ -202,6 +205,13 @@ REFUSED = {
     "seeds of a study": ("reproduce toy --seeds one", ["seeds: expected whole numbers >= 0"]),
     "field of a study": ("reproduce toy --train.stps 5", ["train.stps: ", "did you mean 'train.steps'?"]),
     "field of the demo": ("demo --train.stps 5", ["train.stps: ", "did you mean 'train.steps'?"]),
+    "data of a study without": ("reproduce toy --data-root x", ["data-root: 'toy' needs no data files"]),
+    "data of a recipe without": (
+        "train toy-8modes-emoe --data-root x",
+        ["data-root: the data of this run come from no such folder"],
+    ),
+    "what is kept of nothing": ("sample x --keep 0", ["keep: says what is done with given rows; add --given FILE"]),
+    "data": ("data minst", ["data: 'minst' is not known", "did you mean 'mnist'?"]),
     "results": ("report none.json", ["results: none.json does not exist", "emoe reproduce toy"]),
 }
 

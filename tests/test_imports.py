@@ -23,7 +23,7 @@ PACKAGE = Path(emoe.__file__).parent
 
 BASE = ["config", "types", "rng", "ramps"]
 PLAIN = ["results", "tables", "report", "grid", "files", "machine", "paper", "readme", "curves", "toy_report"]
-PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks"]
+PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks", "image_blocks"]
 EVERYTHING = ["*"]
 
 # Module (the first pattern that fits) -> modules of the package that it may import; what fits the same pattern too,
@@ -55,8 +55,10 @@ LAYERS: dict[str, list[str]] = {
     ],
     "experiment": [*BASE, "engine.*", "backbones.base", "methods.base", "domains.base"],
     "evaluation*": [*BASE, "experiment", "methods.base", "domains.base"],
+    "completion": [*BASE, "experiment", "methods.base", "domains.base", "evaluation.pools"],
     "recipes*": EVERYTHING,
     "runs": EVERYTHING,
+    "pretrained": EVERYTHING,
     "verify": EVERYTHING,
     "studies*": EVERYTHING,
     "commands": EVERYTHING,

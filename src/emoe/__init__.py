@@ -1,8 +1,9 @@
 """E-MoE: masked diffusion whose reverse step is a mixture over expert routes.
 
-The public surface is small: `train(recipe, folder)` trains, `load_run(folder)` opens a trained run, `Rng(seed)` holds
-the random streams a sampler draws from. Everything else is reached through its own module (`emoe.recipes`,
-`emoe.methods`, `emoe.domains`, `emoe.engine`). Heavy imports happen on first use.
+The public surface is small: `train(recipe, folder)` trains, `load_run(folder)` opens a trained run,
+`from_pretrained(name)` opens released weights, `Rng(seed)` holds the random streams a sampler draws from. Everything
+else is reached through its own module (`emoe.recipes`, `emoe.methods`, `emoe.domains`, `emoe.engine`). Heavy imports
+happen on first use.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from emoe.pretrained import PretrainedRun
     from emoe.rng import Rng as Rng
     from emoe.runs import Run
 
 __version__ = "0.1.0"
-__all__ = ["Rng", "__version__", "load_run", "train"]
+__all__ = ["Rng", "__version__", "from_pretrained", "load_run", "train"]
 
 
 def __getattr__(name: str) -> object:
@@ -23,6 +25,13 @@ def __getattr__(name: str) -> object:
 
         return Rng
     raise AttributeError(f"module 'emoe' has no attribute {name!r}")
+
+
+def from_pretrained(name: str, device: str = "cpu", **options: object) -> PretrainedRun:
+    """Open released weights by name or folder; they need no training data (see `emoe.pretrained`)."""
+    from emoe.pretrained import from_pretrained as load
+
+    return load(name, device, **options)  # type: ignore[arg-type]
 
 
 def load_run(path: str, **options: object) -> Run:

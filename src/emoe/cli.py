@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 COMMANDS = {
     "list": "show the recipes, or the fields of one",
     "train": "train a recipe, every field overridable",
-    "sample": "draw samples from a trained run",
+    "sample": "draw samples from a trained run, or complete given rows and images",
     "eval": "measure a trained run over numbers of steps (NFE)",
     "verify": "check a run, or random tiny models, against exact laws",
     "sweep": "search over settings: many small runs at once, ranked in a table",
     "reproduce": "run a table of the paper from end to end",
+    "data": "download and check MNIST, or pack it for another machine",
+    "release": "export the weights of finished runs as a model to be opened by name",
     "report": "write an HTML report from results or runs",
     "demo": "train three methods in minutes and show the difference",
 }
@@ -42,15 +44,25 @@ first steps:
   emoe train toy-8modes-emoe --run runs/a --train.steps 2000
   emoe eval runs/a --nfe 1,2,4
   emoe train rows-emoe --domain.path data.npy    your own rows of integers
+  emoe sample RUN --given digit.png --keep top-half --nfe 16 --picture filled.png    the rest of an image
 
 `emoe COMMAND --help` explains a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are one line with a suggestion and exit with 2."""
+    """argparse without abbreviations, whose errors are one line with a suggestion and exit with 2.
 
-    def __init__(self, **options: Any):
+    `examples` are commands that end the help, line by line.
+    """
+
+    def __init__(self, *, examples: Sequence[str] = (), **options: Any):
         super().__init__(allow_abbrev=False, **options)
+        self.examples = examples
+
+    def format_help(self) -> str:
+        """The usual help, then the examples as they are typed."""
+        shown = "".join(f"\n  {line}" for line in self.examples)
+        return super().format_help() + (f"\nexamples:{shown}\n" if shown else "")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all arguments; one that is not known is refused."""

@@ -15,7 +15,7 @@ from emoe.cli import Parser
 from emoe.config import Config, ConfigError, allowed_range, hint, paths, to_dict, type_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from emoe.evaluation.likelihood import Tick
     from emoe.evaluation.results import Results, Row
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from emoe.types import Convention
 
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
+INKS = ("auto", "dark", "light")
 LARGEST_SEED = 2**63 - 1
 LINE_SECONDS = 3.0  # between two lines of progress
+FROM_FILES = ("mnist",)  # studies that read data files, and have --data-root
+PICTURED = 1_000  # rows of real data beside samples in a picture
 
 
 def split_settings(words: list[str], bare_fields: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
@@ -67,7 +70,11 @@ def as_typed(value: object) -> str:
 
 def cmd_list(words: list[str]) -> int:
     """Show the recipes."""
-    parser = Parser(prog="emoe list", description="Show all recipes, or every field of one.")
+    parser = Parser(
+        prog="emoe list",
+        description="Show all recipes, or every field of one.",
+        examples=["emoe list", "emoe list toy-8modes-emoe"],
+    )
     parser.add_argument("recipe", nargs="?", help="a recipe whose fields are shown")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(words)
@@ -99,6 +106,10 @@ def cmd_train(words: list[str]) -> int:
         description="Train a recipe. Any field may follow as --field value; "
         "`emoe train RECIPE --help` lists them with their ranges.",
         add_help=not wants_fields,
+        examples=[
+            "emoe train toy-8modes-emoe --run runs/a --train.steps 2000",
+            "emoe train rows-emoe --domain.path data.npy --run runs/b",
+        ],
     )
     parser.add_argument("recipe", help="name of a recipe (emoe list)")
     parser.add_argument("--run", help="run folder; default runs/RECIPE-seedN")
@@ -106,6 +117,7 @@ def cmd_train(words: list[str]) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events into the run folder")
+    add_data_root(parser)
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     args, unknown = parser.parse_known_args([word for word in rest if not (wants_fields and word in ("-h", "--help"))])
     from emoe.experiment import customise
@@ -113,7 +125,8 @@ def cmd_train(words: list[str]) -> int:
 
     recipe = get_recipe(args.recipe)
     parser.refuse(unknown, [path.replace("_", "-") for path, *_ in paths(recipe)])
-    experiment = customise(recipe, settings)
+    with told_data_root(args.data_root, settings):
+        experiment = customise(recipe, settings)
     if wants_fields:
         parser.print_help()
         print(f"\nfields of {args.recipe} and their values:")
@@ -157,45 +170,112 @@ def parse_number(name: str, text: str, *, low: int = 1, high: int = 10_000) -> i
     return values[0]
 
 
-def cmd_sample(words: list[str]) -> int:
-    """Draw samples."""
-    rest, settings = split_settings(words)
+def add_data_root(parser: Parser) -> None:
+    """The option that names the folder of data files."""
+    parser.add_argument("--data-root", help="folder with data files (MNIST); default: EMOE_DATA, then ./data")
+
+
+@contextmanager
+def told_data_root(folder: str | None, settings: dict[str, str]) -> Iterator[None]:
+    """Add `--data-root` to the settings as the domain's root, and explain it where the domain has none."""
+    if folder is None:
+        yield
+        return
+    if "domain.root" in settings:
+        raise ConfigError(["data-root: is the same as --domain.root; give one of them"])
+    settings["domain.root"] = folder
+    try:
+        yield
+    except ConfigError as error:
+        lost = "data-root: the data of this run come from no such folder; leave it out"
+        raise ConfigError(
+            [lost if line.startswith("domain.root: no such field") else line for line in error.problems]
+        ) from None
+
+
+def sample_parser() -> Parser:
+    """The options of `emoe sample`."""
     parser = Parser(
         prog="emoe sample",
-        description="Draw rows from a trained run. --method.route-tau 0 makes E-MoE's routes greedy (the ablation).",
+        description="Draw rows from a trained run, or complete rows of which a part is --given: tokens that are kept "
+        "stay, all others are drawn. --method.route-tau 0 makes E-MoE's routes greedy (the ablation).",
+        examples=[
+            "emoe sample runs/toy --n 1000 --nfe 2 --out samples.npy --picture samples.png",
+            "emoe sample runs/toy --given 12,? --n 5                       the second token for a first one of 12",
+            "emoe sample runs/rows --given rows.csv --keep 0-3 --nfe 4     positions 0 to 3 stay",
+            "emoe sample runs/digits --given a.png b.png --keep top-half --nfe 16 --n 8 --picture filled.png",
+        ],
     )
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--n", default="10", help="number of rows (default 10)")
+    parser.add_argument("--n", default="10", help="number of rows, or of completions of each given row (default 10)")
     parser.add_argument("--nfe", default="1", help="network calls (default 1)")
     parser.add_argument("--seed", default="0", help="seed of the draw (default 0)")
     parser.add_argument("--out", help="write an .npy file instead of printing")
-    parser.add_argument("--picture", help="also draw the samples into this .png beside the real data")
+    parser.add_argument(
+        "--picture", help="also draw the samples into this .png beside the real data, or the rows they complete"
+    )
+    parser.add_argument(
+        "--given",
+        nargs="+",
+        action="extend",
+        help="what to complete: .png images of the model's size; or .npy or .csv files, or rows such as 12,? in which "
+        "?, an empty cell or -1 is wanted (--given=-1,5 where one begins with a minus)",
+    )
+    parser.add_argument(
+        "--keep",
+        help="what stays of the given rows: positions such as 0-9,20, or none; of images also top-half, bottom-half, "
+        "left-half, right-half, centre, border, or a .png mask (white stays). Default: all tokens that are given",
+    )
+    parser.add_argument("--ink", default="auto", help="ink of .png images: dark, light, or auto (default)")
+    add_data_root(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(rest)
+    return parser
+
+
+def cmd_sample(words: list[str]) -> int:
+    """Draw samples, or complete given rows."""
+    rest, settings = split_settings(words)
+    args = sample_parser().parse_args(rest)
     count = parse_number("n", args.n, high=10_000_000)
     steps = parse_number("nfe", args.nfe)
     seed = parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
-    from emoe.evaluation.pools import draw_pool
+    if args.ink not in INKS:
+        raise ConfigError([f"ink: {args.ink!r} is not known{hint(args.ink, list(INKS))}"])
+    if args.given is None and (args.keep is not None or args.ink != "auto"):
+        name = "ink" if args.keep is None else "keep"
+        raise ConfigError([f"{name}: says what is done with given rows; add --given FILE"])
     from emoe.runs import load_run
 
-    run = load_run(args.run, device=args.device, settings=settings)
-    pool = draw_pool(run.method, count, steps, seed, batch=run.experiment.eval.batch)
-    if args.picture:
-        fresh = run.domain.fresh(max(count, 1000), seed)
-        run.domain.picture({"real data": fresh, f"NFE {pool.nfe}": pool.samples}, Path(args.picture))
+    with told_data_root(args.data_root, settings):
+        run = load_run(args.run, device=args.device, settings=settings)
+    told: dict[str, object] = {"nfe": steps}
+    if args.given is None:
+        from emoe.evaluation.evaluate import fresh_count
+        from emoe.evaluation.pools import draw_pool
+
+        samples = draw_pool(run.method, count, steps, seed, batch=run.experiment.eval.batch).samples
+        if args.picture:
+            fresh = run.domain.fresh(fresh_count(run.domain, max(count, PICTURED)), seed)
+            run.domain.picture({"real data": fresh, f"NFE {steps}": samples}, Path(args.picture))
+    else:
+        found = run.complete(args.given, count, steps, seed, keep=args.keep, ink=args.ink)
+        samples = found.pool
+        told["given"] = found.given.where(found.kept, -1).tolist()
+        if args.picture:
+            found.picture(args.picture)
     if args.out:
         import numpy as np
 
         out = args.out if args.out.endswith(".npy") else f"{args.out}.npy"
-        np.save(out, pool.samples.numpy())
-        print(f"{out}: {count} rows, NFE {pool.nfe}", file=sys.stderr)
+        np.save(out, samples.numpy())
+        print(f"{out}: {len(samples)} rows, NFE {steps}", file=sys.stderr)
         if args.json:
-            print(json.dumps({"nfe": pool.nfe, "out": out}))
+            print(json.dumps({**told, "out": out}))
     elif args.json:
-        print(json.dumps({"nfe": pool.nfe, "samples": pool.samples.tolist()}))
+        print(json.dumps({**told, "samples": samples.tolist()}))
     else:
-        for row in pool.samples.tolist():
+        for row in samples.tolist():
             print(" ".join(map(str, row)))
     return 0
 
@@ -206,6 +286,7 @@ def cmd_eval(words: list[str]) -> int:
     parser = Parser(
         prog="emoe eval",
         description="Draw samples at each NFE and measure them, and estimate named likelihoods. One or more runs.",
+        examples=["emoe eval runs/a runs/b --nfe 1,2,4", "emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500"],
     )
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--nfe", help="numbers of network calls, such as 1,2,4; default: the recipe's")
@@ -218,15 +299,16 @@ def cmd_eval(words: list[str]) -> int:
     parser.add_argument(
         "--exact", action="store_true", help="toy: also the exact law at each NFE, without sampling noise"
     )
-    parser.add_argument("--rows", default="2000", help="held-out rows for likelihoods (default 2000)")
+    parser.add_argument("--rows", help="held-out rows for likelihoods (default 2000, or all where there are fewer)")
     parser.add_argument("--results", help="also merge the rows into this results file")
+    add_data_root(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args(rest)
     nfe = None if args.nfe is None else parse_numbers("nfe", args.nfe)
     samples = None if args.samples is None else parse_number("samples", args.samples, low=2, high=10_000_000)
     seed = None if args.seed is None else parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
-    held_out = parse_number("rows", args.rows, high=10_000_000)
+    held_out = None if args.rows is None else parse_number("rows", args.rows, high=10_000_000)
     asked = parse_conventions(args.likelihood) if args.likelihood not in (None, "none") else None
     from emoe.evaluation.evaluate import evaluate, evaluate_likelihood
     from emoe.evaluation.grid import metric_grid
@@ -239,8 +321,10 @@ def cmd_eval(words: list[str]) -> int:
     conventions: dict[Convention, None] = {}
     for folder in args.runs:
         began = time.monotonic()
-        run = load_run(folder, device=args.device, settings=settings)
-        files = [run.path / "eval.json", *([Path(args.results)] if args.results else [])]
+        mine = dict(settings)
+        with told_data_root(args.data_root, mine):
+            run = load_run(folder, device=args.device, settings=mine)
+        files = [*([run.eval_file] if run.eval_file else []), *([Path(args.results)] if args.results else [])]
         for file in files:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
         # Exact laws first: one that is too large is refused before anything is drawn.
@@ -355,6 +439,7 @@ def cmd_verify(words: list[str]) -> int:
         prog="emoe verify",
         description="Check a trained run, or random tiny models of each method, against laws computed by enumeration: "
         "probabilities, samplers, bounds and KL. Exits 1 if a check fails.",
+        examples=["emoe verify", "emoe verify runs/toy", "emoe verify --method emoe --seed 3"],
     )
     parser.add_argument(
         "run", nargs="?", help="run folder of a model small enough to enumerate (the toy); else tiny ones"
@@ -410,16 +495,32 @@ def cmd_reproduce(words: list[str]) -> int:
         "held-out": "E-MoE and E-MoE+ on densities that no setting was chosen on, exact laws",
         "scaling": "rows of tied symbols of growing length, for several ways to learn the latent",
         "estimators": "bias, spread and cost of estimators of the latent (docs/learning-the-latent.md)",
+        "mnist": "the MNIST table: bits per dimension under named conventions, samples over NFE, a film",
+        "digits": "the same on small digits that come with the package, in minutes on a CPU",
     }
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<12}{text}" for name, text in studies.items()]
-        print("\n".join(["usage: emoe reproduce STUDY [...]", "", "studies:", *lines]))
+        last = ["examples:", "  emoe reproduce toy --seeds 0 --train.steps 500", "  emoe reproduce toy --help"]
+        print("\n".join(["usage: emoe reproduce STUDY [...]", "", "studies:", *lines, "", *last]))
         return 0
     if words[0] not in studies:
         raise ConfigError([f"study: {words[0]!r} is not known{hint(words[0], list(studies))}"])
+    if words[0] not in FROM_FILES and any(word.partition("=")[0] == "--data-root" for word in words):
+        raise ConfigError([f"data-root: {words[0]!r} needs no data files; leave it out"])
+    if words[0] in ("mnist", "digits"):
+        from emoe.studies import images
+
+        return images.main(words[1:], words[0])
     import importlib
 
     return int(importlib.import_module(f"emoe.studies.{words[0].replace('-', '_')}").main(words[1:]))
+
+
+def cmd_release(words: list[str]) -> int:
+    """Export weights."""
+    from emoe.pretrained import release_command
+
+    return release_command(words)
 
 
 def cmd_demo(words: list[str]) -> int:
@@ -436,9 +537,85 @@ def cmd_sweep(words: list[str]) -> int:
     return sweep.main(words)
 
 
+def cmd_data(words: list[str]) -> int:
+    """Fetch, check or pack data files."""
+    parser = Parser(
+        prog="emoe data",
+        description="mnist: download the four files of MNIST into DATA-ROOT/mnist, or check those that are there. "
+        "pack: write MNIST in black and white as one file of 2 MB, mnist-packed.npz, whose folder can be a data root "
+        "on another machine.",
+        examples=["emoe data mnist", "emoe data mnist --data-root ~/data", "emoe data pack --out packed"],
+    )
+    parser.add_argument("what", metavar="mnist|pack", help="what to do")
+    parser.add_argument("--out", help="pack: the folder to write into")
+    add_data_root(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    args = parser.parse_args(words)
+    if args.what not in ("mnist", "pack"):
+        raise ConfigError([f"data: {args.what!r} is not known{hint(args.what, ['mnist', 'pack'])}"])
+    if (args.what == "pack") != (args.out is not None):
+        told = "give the folder to write into: --out DIR" if args.what == "pack" else "is for pack; use --data-root"
+        raise ConfigError([f"out: {told}"])
+    from emoe.domains.images import files
+    from emoe.domains.images.data import write_packed
+
+    root = files.data_root(args.data_root)
+    if args.what == "pack":
+        path = write_packed(root, Path(args.out))
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; use it with --data-root {shlex.quote(str(path.parent))}")
+        return 0
+    folder = root or files.LOCAL
+    if files.is_complete(folder):
+        print(f"{folder}: all {len(files.ORIGINAL)} files of MNIST are there and checked; nothing to download")
+        return 0
+    fetched: dict[str, int] = {}
+    with download_meter(args.quiet) as show:
+
+        def note(name: str, size: int, total: int) -> None:
+            fetched[name] = size
+            show(name, size, total)
+
+        files.download_mnist(folder, on_progress=note)
+    amount = sum(fetched.values()) / 1e6
+    print(f"{folder / 'mnist'}: {len(fetched)} files downloaded ({amount:.1f} MB), all {len(files.ORIGINAL)} checked")
+    if args.data_root:
+        print(f"next: emoe train ... --data-root {shlex.quote(args.data_root)}, or export EMOE_DATA to name it once")
+    return 0
+
+
+@contextmanager
+def download_meter(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show on standard error what is downloaded: a bar for each file on a terminal, else a line every few seconds."""
+    from emoe.engine.runlog import Progress
+
+    shown: dict[str, Progress] = {}
+    told = time.monotonic()
+
+    def show(name: str, size: int, total: int) -> None:
+        if name not in shown:
+            for before in shown.values():
+                before.close()
+            shown[name] = Progress(total // 1000, label=f"{name} (kB)", quiet=quiet).__enter__()
+        shown[name].update(size // 1000)
+        nonlocal told
+        if size >= total or time.monotonic() - told >= LINE_SECONDS:
+            told = time.monotonic()
+            shown[name].log(size // 1000)
+
+    try:
+        yield show
+    finally:
+        for progress in shown.values():
+            progress.close()
+
+
 def cmd_report(words: list[str]) -> int:
     """Write a report."""
-    parser = Parser(prog="emoe report", description="Write a self-contained HTML report from a results file.")
+    parser = Parser(
+        prog="emoe report",
+        description="Write a self-contained HTML report from a results file.",
+        examples=["emoe report results/toy.json --run runs/a --picture results/figures/toy-summary.png"],
+    )
     parser.add_argument(
         "results", nargs="?", default="results/toy.json", help="results file (default results/toy.json)"
     )

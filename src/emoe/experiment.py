@@ -93,10 +93,12 @@ NEUTRAL = (
     "seed",
     "domain.path",
     "domain.key",
+    "domain.root",
     "eval.",
     "train.log-",
     "train.save-",
     "train.keep",
+    "train.max-file-",
     "train.cuda-",
 )
 

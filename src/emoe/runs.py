@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from emoe.completion import Completion, Given, Keep, complete
 from emoe.config import ConfigError
-from emoe.domains.base import Domain
+from emoe.domains.base import Domain, Ink
 from emoe.engine import checkpoint
 from emoe.engine.lock import RunLock
 from emoe.engine.runlog import Progress
@@ -32,9 +33,11 @@ Weights = Literal["auto", "ema", "model"]
 # A resumed run may change these without changing what it computes.
 ELASTIC = (
     "name",  # says what was changed, which the other fields say better
+    "domain.root",  # the rows themselves are compared
     "train.log_every",
     "train.save_every",
     "train.keep",
+    "train.max_file_mb",
     "train.cuda_graph",
     "eval.nfe",
     "eval.samples",
@@ -53,10 +56,21 @@ class Run:
     step: int
     result: FitResult | None = None
 
+    @property
+    def eval_file(self) -> Path | None:
+        """Where `emoe eval` keeps the rows of this run; None if its folder is not to be written to."""
+        return self.path / "eval.json"
+
     def sample(self, n: int, nfe: int, seed: int = 0, *, given: Int[Tensor, "n L"] | None = None) -> Int[Tensor, "n L"]:
         """Draw `n` rows with `nfe` network calls; tokens of `given` that are not the mask stay as they are."""
         device = next(self.method.parameters()).device
         return self.method.sample(n, nfe, Rng(derive_seed(seed, "sample"), device=device), given=given)
+
+    def complete(
+        self, given: Given, n: int, nfe: int, seed: int = 0, *, keep: Keep = None, ink: Ink = "auto"
+    ) -> Completion:
+        """Draw `n` completions of each given row or image, which may be files: see `emoe.completion.complete`."""
+        return complete(self, given, n, nfe, seed, keep=keep, ink=ink)
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -155,10 +169,10 @@ def load_run(
     settings: Mapping[str, str] | None = None,
     domain: Domain | None = None,
 ) -> Run:
-    """Open a run folder with its newest valid checkpoint.
+    """Open a run folder with its newest valid checkpoint, or a released model (see `emoe.pretrained`).
 
     Args:
-        path: The run folder.
+        path: The run folder; where there is none, the folder or the name of a released model.
         device: auto, cpu, cuda or cuda:N.
         weights: `ema` for the moving average, `model` for the raw weights; auto prefers the average.
         settings: Overrides that do not change the weights, such as `{"method.route-tau": "0"}`.
@@ -166,7 +180,13 @@ def load_run(
     """
     path, where = Path(path), pick_device(device)
     if not (path / "experiment.json").exists():
-        raise ConfigError([f"run: {path} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
+        from emoe import pretrained  # which builds on this module
+
+        if pretrained.find(path) is not None:
+            return pretrained.from_pretrained(path, device, settings=settings, weights=weights, domain=domain)
+        problem = f"run: {path} is no run folder (no experiment.json); make one with: emoe train RECIPE"
+        names = ", ".join(sorted(pretrained.released()))
+        raise ConfigError([problem, *([f"run: nor is it a released model; there are: {names}"] if names else [])])
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
     saved = checkpoint.load_latest(path / "checkpoints")
     if saved is None:

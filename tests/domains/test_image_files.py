@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from emoe.cli import main
 from emoe.domains.base import DataError
 from emoe.domains.images import files
 from emoe.domains.images.files import KNOWN, ORIGINAL, Known
@@ -222,8 +223,8 @@ def test_the_data_root(tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.delenv("EMOE_DATA", raising=False)
     assert files.data_root() is None
-    (tmp_path / "shared" / "data").mkdir(parents=True)
-    assert files.data_root().resolve() == (tmp_path / "shared" / "data").resolve()
+    (here / "data").mkdir()
+    assert files.data_root().resolve() == here / "data"
     monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
     assert files.data_root() == tmp_path / "env"
     assert files.data_root("told") == Path("told")
@@ -322,6 +323,51 @@ def test_a_line_that_breaks_leaves_no_partial_file(tmp_path, small):
     with pytest.raises(KeyboardInterrupt):
         files.download_mnist(tmp_path, fetch=lambda url: Broken(KeyboardInterrupt()))
     assert left(tmp_path) == []
+
+
+def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    for name, content in small.items():
+        write(mirror / name, content)
+
+    def said(*words: str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main(["data", "mnist", *words]) == 0
+        return capsys.readouterr()
+
+    out, err = said()  # without a folder being named: ./data, where it is found
+    assert out.startswith("data/mnist: 4 files downloaded") and left(tmp_path / "data") == sorted(small)
+    assert [line.split()[0] for line in err.splitlines()] == list(small)
+    assert "data: all 4 files of MNIST are there and checked; nothing to download" in said()[0]
+    (tmp_path / "data" / "mnist" / f"{ORIGINAL[2]}.gz").write_bytes(b"damaged")
+    out, err = said("--quiet")
+    assert "1 files downloaded" in out and "all 4 checked" in out and not err
+    out, _ = said("--data-root", str(tmp_path / "my data"))
+    assert f"--data-root '{tmp_path / 'my data'}'" in out and left(tmp_path / "my data") == sorted(small)
+    monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
+    assert said()[0].startswith(str(tmp_path / "env"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fragment"),
+    [
+        ("mnits", 2, "data: 'mnits' is not known; did you mean 'mnist'?"),
+        ("pack", 2, "out: give the folder to write into: --out DIR"),
+        ("mnist --out x", 2, "out: is for pack; use --data-root"),
+        ("", 2, "arguments are required: mnist|pack"),
+        ("pack --out x", 3, "missing train-images-idx3-ubyte[.gz]"),
+        ("mnist --data-root file", 3, "cannot be made"),
+    ],
+)
+def test_refused_by_the_data_command(tmp_path, monkeypatch, capsys, words, code, fragment):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    write(tmp_path / "file", b"")
+    assert main(["data", *words.split()]) == code
+    shown = capsys.readouterr()
+    assert fragment in shown.err and not shown.out and shown.err.count("\n") == 1
+    assert left(tmp_path) == ["file"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

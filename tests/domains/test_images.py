@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import emoe
+from emoe.cli import main
 from emoe.config import ConfigError, from_dict, override, to_dict
 from emoe.domains.base import DataError, DomainConfig, ShuffledRows
 from emoe.domains.images import (
@@ -35,20 +36,7 @@ from emoe.domains.images import (
     write_packed,
 )
 from emoe.domains.images.data import DIGITS, PACKED, pad
-
-
-def published(name: str) -> Path | None:
-    """The data root, if the published files of that group are there."""
-    root = files.data_root()
-    try:
-        files.find(root, {"mnist": files.ORIGINAL, "static": files.STATIC}[name])
-    except DataError:
-        return None
-    return root
-
-
-with_mnist = pytest.mark.skipif(published("mnist") is None, reason="MNIST is not here; set EMOE_DATA")
-with_static = pytest.mark.skipif(published("static") is None, reason="static MNIST is not here; set EMOE_DATA")
+from emoe.experiment import Experiment
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +197,36 @@ def test_packed_rows_travel(tiny_root, tmp_path):
     assert write_packed(tiny_root, tmp_path / "bag").read_bytes() == first
 
 
+def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys):
+    """A run goes on, and is opened, with the same rows from another folder; its name tells of no folder."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    sizes = {"channels": 8, "hidden": 8, "time-size": 8, "time-hidden": 16, "groups": 4}
+    words = "train rows-mdlm --domain mnist --domain.side 28 --backbone unet --run r --train.batch 2 --train.steps 1"
+    words = [*f"{words} --quiet --device cpu".split(), *(f"--backbone.{name}={size}" for name, size in sizes.items())]
+    assert main(words) == 3
+    assert "no data folder is named and ./data does not exist" in capsys.readouterr().err
+    assert main([*words, "--data-root", str(tiny_root)]) == 0
+    name = Experiment.load(Path("r/experiment.json")).name
+    assert "domain.side=28" in name and "root" not in name and str(tmp_path) not in name
+    assert main([*words, "--data-root", "x", "--domain.root", "y"]) == 2
+    assert "data-root: is the same as --domain.root; give one of them" in capsys.readouterr().err
+    assert main(["data", "pack", "--out", "bag", "--data-root", str(tiny_root)]) == 0
+    assert "mnist-packed.npz: 0.0 MB; use it with --data-root bag" in capsys.readouterr().out
+    tiny_root.rename(here / "elsewhere")
+    sample = ["sample", "r", "--n", "2", "--picture", "x.png", "--out", "x", "--device", "cpu"]
+    assert main(sample) == 3
+    assert "--data-root" in capsys.readouterr().err
+    assert main([*sample, "--data-root", "bag"]) == 0  # 7 test rows are enough for a picture
+    assert np.load("x.npy").shape == (2, 784) and Path("x.png").stat().st_size > 1000
+    assert main([*words, "--data-root", "bag", "--resume"]) == 0  # the rows are those it was started with
+    Path("elsewhere").rename("data")
+    capsys.readouterr()
+    assert main(["sample", "r", "--n", "1", "--domain.root", "none", "--device", "cpu"]) == 0  # ./data is found
+
+
 def test_packed_files_that_are_refused(tmp_path):
     path = tmp_path / PACKED
     good = {"train": np.zeros((4, 128), np.uint8), "test": np.zeros((2, 128), np.uint8)}
@@ -240,9 +258,8 @@ def test_packed_files_that_are_refused(tmp_path):
         config.build(0)
 
 
-@with_mnist
-def test_the_real_mnist(tmp_path):
-    root = published("mnist")
+def test_the_real_mnist(tmp_path, data_root):
+    root = data_root(files.ORIGINAL)
     domain = MNISTConfig(root=str(root)).build(0)
     assert domain.rows.shape == (60_000, 1_024) and domain.test_rows.shape == (10_000, 1_024)
     assert domain.labels[:5].tolist() == [5, 0, 4, 1, 9] and domain.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
@@ -255,14 +272,14 @@ def test_the_real_mnist(tmp_path):
         assert torch.equal(getattr(carried, name), getattr(domain, name))
 
 
-@with_static
-def test_the_real_static_mnist():
-    domain = MNISTConfig(root=str(published("static")), variant="static", side=28).build(0)
+def test_the_real_static_mnist(data_root):
+    root = str(data_root(files.STATIC))
+    domain = MNISTConfig(root=root, variant="static", side=28).build(0)
     assert domain.name == "mnist-static-28" and domain.labels is None and domain.test_labels is None
     assert domain.rows.shape == (50_000, 784) and domain.test_rows.shape == (10_000, 784)
     # Drawn with the grey values as probabilities, so the ink is the mean grey value of MNIST, 0.1307.
     assert domain.rows.float().mean().item() == pytest.approx(0.1307, abs=2e-3)
-    padded = MNISTConfig(root=str(published("static")), variant="static", points=100).build(0)
+    padded = MNISTConfig(root=root, variant="static", points=100).build(0)
     assert padded.name == "mnist-static" and padded.rows.shape == (100, 1_024)
 
 

@@ -125,6 +125,33 @@ def test_skipped_steps_are_remembered_over_a_kill(tmp_path: Path) -> None:
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+class Wide(Line):
+    """A line with three more vectors of 400 kB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ParameterList(torch.zeros(100_000) for _ in range(3))
+
+    def forward(self, batch: Tensor, knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
+        loss = super().forward(batch, knobs, rng)
+        total = loss.total + sum((part - 1).square().mean() for part in self.more)
+        return Loss(total, {"loss": total})
+
+
+def test_checkpoints_in_files_of_limited_size(tmp_path: Path) -> None:
+    whole, again = Wide(), Wide()
+    run_line(whole, tmp_path / "whole", 6)
+    run_line(Wide(), tmp_path / "split", 6, max_file_mb=1)
+    folders = {name: tmp_path / name / "checkpoints" / "step-000000005" for name in ("whole", "split")}
+    found = {name: sorted(path.name for path in folder.glob("*.safetensors")) for name, folder in folders.items()}
+    assert found["whole"] == ["model.safetensors", "optim.safetensors"]
+    assert [name.partition("-")[0] for name in found["split"]] == ["model"] * 2 + ["optim"] * 3
+    assert max((folders["split"] / name).stat().st_size for name in found["split"]) <= 10**6
+    (tmp_path / "split" / "checkpoints" / "step-000000006").rename(tmp_path / "elsewhere")
+    run_line(again, tmp_path / "split", 6, resume=True, max_file_mb=1)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
 def test_a_numeric_failure_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,11 @@ def test_summing_the_last_block_is_refused():
         EMoEConfig(experts=2, last_block="summed").build(image_space(), sizes())
 
 
+def test_squares_of_pixels_are_not_masked_as_one():
+    with pytest.raises(ConfigError, match="kl_positions: unet routes squares of pixels.*; use all"):
+        EMoEConfig(experts=2, kl_positions="masked").build(image_space(), sizes())
+
+
 # --- The network -------------------------------------------------------------------------------------------------
 
 
@@ -416,3 +421,44 @@ def test_kl_along_the_route_averages_to_the_kl_of_whole_routes(build):
     whole = (log_q.exp() * (log_q - log_p)).sum().item()
     along = (log_q.exp() @ route_kl(post, prior).sum(-1)).item()
     assert whole > 1e-3 and along == pytest.approx(whole, rel=1e-10)
+
+
+def test_positions_of_finer_maps_lie_in_squares_of_coarser_ones():
+    backbone = UNetConfig(channels=8, hidden=8, groups=2, time_size=4, time_hidden=8).build(
+        TokenSpace(size=3, mask_id=2, length=64), Wants(experts=2)
+    )
+    image = torch.arange(64.0).view(8, 8)
+    want = torch.stack([image[i : i + 4, j : j + 4].sum() for i in (0, 4) for j in (0, 4)])
+    assert torch.equal(backbone.grouped(image.view(1, 64), 4), want[None])
+    assert torch.equal(backbone.grouped(image.view(1, 64), 64), image.view(1, 64))
+    with pytest.raises(ValueError, match="squares"):
+        backbone.grouped(image.view(1, 64), 9)
+
+
+@pytest.mark.parametrize("credit", ["row", "position"])
+def test_comparisons_of_draws_judge_rows_or_squares(credit: str):
+    """The weights of draws, by hand: one comparison for each row, or for each square of the coarsest map."""
+    config = EMoEConfig(experts=2, estimator="wake-sleep", gradient="none", draws=3, credit=credit)
+    space = TokenSpace(size=3, mask_id=2, length=64)
+    method = config.build(space, UNetConfig(channels=8, hidden=8, groups=2, time_size=4, time_hidden=8, router_std=1.0))
+    x0 = torch.randint(2, (2, 64), generator=torch.Generator().manual_seed(0))
+    t, knobs = torch.tensor([1.0, 0.5]), {name: torch.ones(()) for name in method.ramps}
+    xt = torch.where(torch.rand(2, 64, generator=torch.Generator().manual_seed(1)) < t[:, None], 2, x0)
+    out = method.objective(x0, xt, t, knobs, Rng(3))
+    passes = method._both_passes(x0, xt, t, 1.0, Rng(3), draws=3)
+    log_token = passes.log_x_theta.gather(-1, x0.repeat_interleave(3, 0)[..., None]).squeeze(-1)
+    f = (1 / t)[:, None, None] * log_token.view(2, 3, 64)
+    ratio = torch.zeros(2, 3, 4)
+    for post, prior, route in zip(passes.post, passes.prior, passes.routes, strict=True):
+        each = torch.log_softmax(prior, -1) - torch.log_softmax(post, -1)
+        chosen = each.gather(-1, route[..., None]).view(2, 3, *(2 * [int(route.shape[1] ** 0.5)]))
+        half = chosen.shape[-1] // 2
+        parts = [chosen[..., i : i + half, j : j + half].sum((-2, -1)) for i in (0, half) for j in (0, half)]
+        ratio += torch.stack(parts, -1)
+    f = f.view(2, 3, 8, 8)
+    f = torch.stack([f[..., i : i + 4, j : j + 4].sum((-2, -1)) for i in (0, 4) for j in (0, 4)], -1)
+    value = f + ratio
+    value = value.sum(-1, keepdim=True) if credit == "row" else value
+    weights = torch.softmax(value, 1)
+    assert ratio.abs().max() > 0.1  # routes count
+    assert torch.allclose(out.log["effective_draws"], (1 / weights.square().sum(1)).mean(), atol=1e-4)

@@ -19,6 +19,7 @@ class Backbone(nn.Module, ABC):
     """A network from noisy rows to token logits; the only calls that count as function evaluations (NFE)."""
 
     routed_blocks: int  # D, the number of blocks that ask a route policy for experts; 0 if dense
+    routes_tokens: ClassVar[bool] = True  # every routed block routes each token by itself: P = L
 
     @abstractmethod
     def forward(
@@ -39,6 +40,15 @@ class Backbone(nn.Module, ABC):
             marks: Positions that get a learned mark, where the method wants it.
             route: Route policy, called once per routed block in order.
         """
+
+    def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
+        """Sums over positions that belong together, for positions of any block or tokens; P = G stays as it is.
+
+        A backbone whose blocks route coarser and finer positions says how they lie in each other.
+        """
+        if values.shape[-1] != groups:
+            raise ValueError(f"{type(self).__name__} cannot put {values.shape[-1]} positions into {groups} groups")
+        return values
 
     def forward_last(
         self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route

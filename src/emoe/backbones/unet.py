@@ -208,6 +208,8 @@ class UNet(Backbone):
     pixels, and a sum over its routes is not a product of sums over each position's.
     """
 
+    routes_tokens = False  # positions at S/2 and S/4 are squares of pixels
+
     def __init__(self, config: UNetConfig, space: TokenSpace, wants: Wants):
         super().__init__()
         channels = config.channels
@@ -261,6 +263,15 @@ class UNet(Backbone):
         h = next(blocks)(h, flow)
         logits = token_logits(self.head(as_rows(_activate(self.norm(h), h))), self.mask_id)
         return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
+
+    def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
+        """See `Backbone.grouped`: positions of a finer map lie in squares of a coarser one."""
+        fine, coarse = math.isqrt(values.shape[-1]), math.isqrt(groups)
+        if fine % coarse:
+            raise ValueError(f"a map of side {fine} cannot be cut into {coarse} x {coarse} squares")
+        each = fine // coarse
+        squares = values.unflatten(-1, (coarse, each, coarse, each))
+        return squares.sum((-3, -1)).flatten(-2)
 
     def _condition(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B T"]:
         """The time vector, with the latent appended where there is one."""

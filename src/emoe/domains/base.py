@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Int, Integer
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
-from emoe.config import Family
+from emoe.config import ConfigError, Family
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
+
+Ink = Literal["auto", "dark", "light"]
 
 
 class DataError(ValueError):
@@ -30,6 +32,7 @@ class Domain(ABC):
     name: str  # the `data` column of results, for instance "8-modes"
     space: TokenSpace
     rows: Integer[Tensor, "N L"]  # training rows
+    fresh_rows: int | None = None  # how many rows `fresh` can give; None = any number
 
     @abstractmethod
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
@@ -57,6 +60,35 @@ class DomainConfig(Family, package="emoe.domains"):
     def build(self, seed: int) -> Domain:
         """Make the domain."""
         raise NotImplementedError
+
+    # What follows reads and shows rows to be completed. It needs the config alone: a trained model completes rows
+    # where its training data are not.
+
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+        """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`.
+
+        `ink` is for domains of pictures.
+        """
+        from emoe.domains.rows.given import read_given
+
+        if ink != "auto":
+            raise ConfigError([f"ink: is for pictures, but {self.kind!r} has none; leave it out"])
+        return read_given(source, space)
+
+    def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
+        """Positions that keep their tokens: `0-9,20`, or none."""
+        from emoe.domains.rows.given import read_positions
+
+        return read_positions(text, space.length)
+
+    def draw_completions(
+        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace,
+        path: Path,
+    ) -> None:  # fmt: skip
+        """Draw into an image file the rows as they were read, what was kept of them, and their completions."""
+        from emoe.domains.rows.given import draw_completions
+
+        draw_completions(rows, given, samples, space, path)
 
 
 class ShuffledRows:

@@ -44,6 +44,9 @@ class TrainConfig(Config):
     log_every: int = option(100, doc="steps between two log lines", low=1)
     save_every: int = option(2_000, doc="steps between two checkpoints", low=1)
     keep: int = option(2, doc="checkpoints kept", low=2)
+    max_file_mb: int | None = option(
+        None, doc="largest file of a checkpoint in 10^6 bytes, but for a single larger tensor; none = no limit", low=1
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def fit(
             if saved != step:
                 metrics.sync()
                 groups = {"model": module.state_dict(), **stepper.optimizer.state()}
-                checkpoint.save(folder, step, groups, dict(meta or {}), keep=train.keep)
+                limit = None if train.max_file_mb is None else train.max_file_mb * 10**6
+                checkpoint.save(folder, step, groups, dict(meta or {}), keep=train.keep, max_file_bytes=limit)
                 saved = step
 
         with metrics, progress or Progress(train.steps, start=start, label=label, quiet=quiet) as shown:

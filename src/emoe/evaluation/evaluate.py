@@ -13,6 +13,8 @@ from emoe.methods.base import Method
 from emoe.rng import derive_seed
 from emoe.types import Convention, Measurement
 
+HELD_OUT = 2_000  # rows for likelihoods
+
 
 def evaluate(
     method: Method,
@@ -53,15 +55,24 @@ def evaluate_likelihood(
     experiment: Experiment,
     conventions: Sequence[Convention],
     *,
-    rows: int = 2_000,
+    rows: int | None = None,
     seed: int | None = None,
     tick: Tick | None = None,
 ) -> list[Row]:
-    """Named likelihoods of rows that were not trained on, each under its convention; nll is in nats per row."""
+    """Named likelihoods of rows that were not trained on, each under its convention; nll is in nats per row.
+
+    `rows` are 2,000 by default, or all that the domain has where it has fewer.
+    """
     seed = experiment.seed if seed is None else seed
+    rows = fresh_count(domain, HELD_OUT) if rows is None else rows
     held_out = domain.fresh(rows, derive_seed(seed, "held out"))
     found = likelihoods(method, domain.rows, held_out, conventions, seed, tick=tick)
     return [make_row(item, domain, experiment, nfe=None, convention=str(name)) for name, item in found]
+
+
+def fresh_count(domain: Domain, wanted: int) -> int:
+    """`wanted`, or all fresh rows of a domain that has fewer."""
+    return wanted if domain.fresh_rows is None else min(wanted, domain.fresh_rows)
 
 
 def method_name(experiment: Experiment) -> str:

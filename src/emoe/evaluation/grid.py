@@ -24,6 +24,11 @@ DATA = {
     "8-modes": "8-modes",
     "swiss-roll": "Swiss-roll",
     "binarized-mnist": "binarized MNIST",
+    "mnist": "binarized MNIST",
+    "mnist-static": "static MNIST",
+    "mnist-28": "binarized MNIST, 28 x 28",
+    "mnist-static-28": "static MNIST, 28 x 28",
+    "digits": "digits, 8 x 8",
     "lm1b": "LM1B",
 }
 
@@ -52,6 +57,21 @@ MEASURES = {
     "ppl": Measure("Perplexity", 2, None),
     "gen_ppl": Measure("Generative perplexity", 1, "low"),
     "frechet": Measure("Frechet distance", 2, "low"),
+    "frechet_real": Measure("Frechet distance between halves of the real data", 2, None),
+    # Noise can have a high precision, and one digit repeated a high confidence: neither has a winner.
+    "precision": Measure("Precision (%)", 1, None),
+    "recall": Measure("Recall (%)", 1, "high"),
+    "density": Measure("Density (%)", 1, None),
+    "confidence": Measure("Confidence of the judge (%)", 1, None),
+    "class_entropy": Measure("Entropy of classes (nats)", 3, None),
+    "class_tv": Measure("Distance of classes (%)", 1, "low"),
+    "judge_accuracy": Measure("Accuracy of the judge (%)", 1, None),
+    "ink": Measure("Ink (%)", 2, None),
+    "distinct": Measure("Distinct samples (%)", 1, "high"),
+    "copied": Measure("Copied training rows (%)", 2, None),
+    "pixel_tv": Measure("Distance of pixels (%)", 2, "low"),
+    "params": Measure("Parameters", 0, None),
+    "params_active": Measure("Active parameters", 0, None),
     "step_ms": Measure("Time per step (ms)", 2, "low"),
 }
 

@@ -44,8 +44,12 @@ class Pool:
     nfe: int
 
 
-def draw_pool(method: Method, n: int, steps: int, seed: int, *, batch: int = 5_000) -> Pool:
-    """Draw n rows in batches; a pure function of (weights, n, steps, seed, batch).
+def draw_pool(
+    method: Method, n: int, steps: int, seed: int, *, batch: int = 5_000, given: Int[Tensor, "n L"] | None = None
+) -> Pool:
+    """Draw n rows in batches; a pure function of (weights, n, steps, seed, batch, given).
+
+    Tokens of `given` that are not the mask stay as they are.
 
     Raises:
         RuntimeError: The sampler made another number of network calls than `steps` says.
@@ -55,7 +59,8 @@ def draw_pool(method: Method, n: int, steps: int, seed: int, *, batch: int = 5_0
     parts = []
     for start in range(0, n, batch):
         with count_calls(method.backbone) as count:
-            parts.append(method.sample(min(batch, n - start), steps, rng.fork(start)).cpu())
+            part = None if given is None else given[start : start + batch]
+            parts.append(method.sample(min(batch, n - start), steps, rng.fork(start), given=part).cpu())
         if count.calls != steps:
             raise RuntimeError(f"nfe: {steps} steps made {count.calls} network calls")
     return Pool(torch.cat(parts), steps)

@@ -22,7 +22,8 @@ from emoe.evaluation.tables import markdown_table, seeds_and_samples, toy_note, 
 Generator = Callable[[Path], str]
 GENERATORS: dict[str, Generator] = {}
 _MARK = re.compile(r"<!-- (/?)generated:([A-Za-z0-9_-]+) -->")
-BLOCKS = ("search_blocks", "latent_blocks", "estimator_blocks")  # modules beside this one that register further blocks
+# Modules beside this one that register further blocks.
+BLOCKS = ("search_blocks", "latent_blocks", "estimator_blocks", "image_blocks")
 # Samples that repeat one good mode raise validity; only overlap shows it, so the two appear together.
 _TOGETHER = {"toy-validity": "toy-overlap"}
 

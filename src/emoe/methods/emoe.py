@@ -47,7 +47,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     draws: int = option(1, doc="routes K drawn from the posterior for each row and step, in one batched call", low=1)
     redraw: Redraw = option("all", doc="where draws of a row differ: all routes, one block, or a quarter of positions")
     credit: Literal["row", "position"] = option(
-        "row", doc="what a comparison of draws judges: the row as a whole, or each position by itself"
+        "row", doc="what a comparison of draws judges: the row as a whole, or each position (of the coarsest block)"
     )
     carriers: Literal["all", "spread"] = option(
         "all", doc="positions whose routes the posterior chooses: all in every block, or each in one block, in turn"
@@ -119,6 +119,10 @@ class EMoE(MaskedDiffusion):
             raise ConfigError(["last_block: summed leaves a network of one routed block nothing to draw; use drawn"])
         if config.last_block == "summed" and type(self.backbone).forward_last is Backbone.forward_last:
             raise ConfigError([f"last_block: {backbone.kind} cannot sum its last block (no forward_last); use drawn"])
+        if config.kl_positions == "masked" and not self.backbone.routes_tokens:
+            raise ConfigError(
+                [f"kl_positions: {backbone.kind} routes squares of pixels, which are not masked as one; use all"]
+            )
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
         """The weight of KL_route, 1 in the paper's experiments (App. B.1), times w(t)^p with an `elbo_power` p."""
@@ -167,6 +171,7 @@ class EMoE(MaskedDiffusion):
             loss = recon + beta * (kl_row if counted is None else counted.view(len(x0), -1).mean(1))
         else:
             r, s = (value.unflatten(0, (len(x0), config.draws)) for value in self._log_routes(passes))
+            f = self.backbone.grouped(f, r.shape[-1])
             if config.credit == "row":
                 f, r, s = (value.sum(-1, keepdim=True) for value in (f, r, s))
             beta_BKG = beta[:, None, None] if beta.ndim else beta
@@ -237,8 +242,8 @@ class EMoE(MaskedDiffusion):
         log_x_theta = subs(logits, many, self.space.mask_id)
         return Passes(log_x_theta, tuple(post), tuple(prior), routes, tuple(learned), last)
 
-    def _log_routes(self, passes: Passes) -> tuple[Float[Tensor, "N P"], Float[Tensor, "N P"]]:
-        """log p and log q of the drawn routes at each position, summed over blocks.
+    def _log_routes(self, passes: Passes) -> tuple[Float[Tensor, "N G"], Float[Tensor, "N G"]]:
+        """log p and log q of the drawn routes at each position of the coarsest block, summed over blocks.
 
         Where a position does not carry, q is p. Wake-sleep has a term for each of them, of which that of p suffices;
         score functions need the gradient of what was drawn from, whichever it is.
@@ -248,8 +253,8 @@ class EMoE(MaskedDiffusion):
             r, s = (torch.log_softmax(one, -1).gather(-1, route[..., None]).squeeze(-1) for one in (prior, post))
             fixed = s.detach() if self.config.estimator == "wake-sleep" else s
             pairs.append((r, learned * s + (1 - learned) * fixed))
-        if len({r.shape for r, _ in pairs}) > 1:  # blocks of different resolutions: rows as a whole
-            pairs = [(r.sum(-1, keepdim=True), s.sum(-1, keepdim=True)) for r, s in pairs]
+        groups = min(r.shape[-1] for r, _ in pairs)  # positions of the coarsest block
+        pairs = [(self.backbone.grouped(r, groups), self.backbone.grouped(s, groups)) for r, s in pairs]
         return torch.stack([r for r, _ in pairs]).sum(0), torch.stack([s for _, s in pairs]).sum(0)
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:

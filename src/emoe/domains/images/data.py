@@ -19,12 +19,14 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Int, Integer, UInt8
+from jaxtyping import Bool, Int, Integer, UInt8
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import DataError, Domain, DomainConfig
+from emoe.domains.base import DataError, Domain, DomainConfig, Ink
 from emoe.domains.images import files, pictures
+from emoe.domains.images.given import draw_completions, read_picture, read_region
+from emoe.domains.rows.given import TYPED
 from emoe.domains.toy.data import random_state
 from emoe.domains.toy.figures import truth_first
 from emoe.rng import derive_seed
@@ -69,7 +71,7 @@ class Images(Domain):
         self.name, self.side = name, side_of(rows.shape[1])
         self.space = TokenSpace(size=MASK + 1, mask_id=MASK, length=rows.shape[1])
         self.rows, self.labels = rows, labels
-        self.test_rows, self.test_labels = test_rows, test_labels
+        self.test_rows, self.test_labels, self.fresh_rows = test_rows, test_labels, len(test_rows)
 
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
         """`n` rows of the test split, drawn by `seed` without replacement.
@@ -114,7 +116,37 @@ class Digits(Images):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MNISTConfig(DomainConfig, kind="mnist"):
+class ImagesConfig(DomainConfig):
+    """Square images, which are completed from PNG files."""
+
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+        """One image of a .png file, of the model's size or, for a model of 32 x 32, of 28 x 28; or rows of pixels."""
+        side = side_of(space.length)
+        if Path(source).suffix.lower() in (".npy", ".csv") or TYPED.fullmatch(source):
+            return super().read_given(source, space, ink=ink)
+        bits = read_picture(Path(source), side, _inner(side), ink=ink)
+        return torch.from_numpy(bits.reshape(1, -1)).long()
+
+    def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
+        """Halves, the centre, the border, none, a .png mask (white stays), or positions, line by line."""
+        side = side_of(space.length)
+        return read_region(text, side, _inner(side))
+
+    def draw_completions(
+        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"],
+        space: TokenSpace, path: Path,
+    ) -> None:  # fmt: skip
+        """A line of images for each given one."""
+        draw_completions(rows, given, samples, side_of(space.length), path)
+
+
+def _inner(side: int) -> int | None:
+    """The edge of images without the margin that they were given."""
+    return INNER if side == OUTER else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNISTConfig(ImagesConfig, kind="mnist"):
     """MNIST in black and white; the seed plays no role.
 
     threshold: ink where value / 255 > 0.5, from the four original files or from `mnist-packed.npz`.
@@ -123,7 +155,7 @@ class MNISTConfig(DomainConfig, kind="mnist"):
     """
 
     variant: Variant = option("threshold", doc="threshold (ink = value over half) or static (drawn once, no labels)")
-    root: str | None = option(None, doc="folder with the data; none = EMOE_DATA, then ../shared/data")
+    root: str | None = option(None, doc="folder with the data; none = EMOE_DATA, then ./data")
     side: int = option(OUTER, doc="pixels along an edge: 28, or 32 with an empty margin of 2", low=INNER, high=OUTER)
     points: int | None = option(None, doc="only the first so many training rows; none = all", low=2)
 
@@ -149,7 +181,7 @@ class MNISTConfig(DomainConfig, kind="mnist"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsConfig(DomainConfig, kind="digits"):
+class DigitsConfig(ImagesConfig, kind="digits"):
     """Small digits of 8 x 8 pixels that come with the package; the seed plays no role."""
 
     def build(self, seed: int) -> Digits:
@@ -306,7 +338,7 @@ def read_mnist_packed(path: Path) -> Parts:
     Raises:
         DataError: The file is damaged or holds other arrays.
     """
-    remedy = "write it again with write_packed, or use the original files"
+    remedy = "write it again (emoe data pack), or use the original files"
     names = ("train", "test", "train_labels", "test_labels")
     try:
         with path.open("rb") as file:  # np.load would leave a damaged archive open

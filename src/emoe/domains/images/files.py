@@ -28,7 +28,7 @@ LARGEST = 2**30  # bytes a file may hold when it is unpacked
 UNSIGNED_BYTE = 0x08  # the only type of an IDX file that images and labels have
 GZIP = b"\x1f\x8b"
 FOLDERS = ("mnist", "binarized_mnist", "")  # below the data root
-NEARBY = Path("..", "shared", "data")  # from the current folder
+LOCAL = Path("data")  # in the current folder
 PACKED_BYTES = 28 * 28 // 8
 TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
@@ -95,11 +95,11 @@ KNOWN: dict[str, Known] = {
 
 
 def data_root(explicit: str | None = None) -> Path | None:
-    """The folder that holds data: the one given, else $EMOE_DATA, else ../shared/data where that exists, else None."""
+    """The folder that holds data: the one given, else $EMOE_DATA, else ./data where that exists, else None."""
     named = explicit or os.environ.get("EMOE_DATA")
     if named:
         return Path(named).expanduser()
-    return NEARBY if NEARBY.is_dir() else None
+    return LOCAL if LOCAL.is_dir() else None
 
 
 def places(root: Path, name: str) -> list[Path]:
@@ -122,7 +122,7 @@ def find(root: Path | None, names: Sequence[str]) -> dict[str, Path]:
     if not missing:
         return {name: path for name, path in found.items() if path is not None}
     if root is None:
-        where = f"no data folder is named and {NEARBY} does not exist"
+        where = f"no data folder is named and ./{LOCAL} does not exist"
     else:
         where = "looked in " + ", ".join(str(root / folder) for folder in FOLDERS)
     remedy = "name the folder that holds them with --data-root, --domain.root or EMOE_DATA"
@@ -264,6 +264,14 @@ def download_mnist(
             _download(path, KNOWN[name], fetch or _urlopen, on_progress)
         done.append(path)
     return done
+
+
+def is_complete(root: Path) -> bool:
+    """Whether all four original files lie below the data root and are the published ones."""
+    try:
+        return all(_is_whole(path) for path in find(root, ORIGINAL).values())
+    except DataError:
+        return False
 
 
 def _is_whole(path: Path) -> bool:

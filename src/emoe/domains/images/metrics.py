@@ -136,7 +136,7 @@ def _of_features(
     return [
         _frechet(features, real_features),
         *_frechet_real(real_features, seed),
-        *neighbour_measures(features[:size], real_features[:size]),
+        *neighbour_measures(features[:size].to(judge.scale.device), real_features[:size].to(judge.scale.device)),
         _mean("confidence", 100 * sure.values),
         Measurement("class_entropy", entropies[0], _jackknife(entropies[1:]), n),
         Measurement("class_tv", distances[0], _jackknife(distances[1:]), n),
@@ -245,7 +245,7 @@ def radii(points: Float[Tensor, "n F"], k: int = NEIGHBOURS, *, chunk: int = 500
     found = []
     for start in range(0, len(points), chunk):
         distances = _distances(points[start : start + chunk], points)
-        rows = torch.arange(len(distances))
+        rows = torch.arange(len(distances), device=points.device)
         distances[rows, start + rows] = torch.inf
         found.append(distances.kthvalue(min(k, len(points) - 1), dim=1).values)
     return torch.cat(found)
@@ -254,11 +254,11 @@ def radii(points: Float[Tensor, "n F"], k: int = NEIGHBOURS, *, chunk: int = 500
 def neighbours(
     samples: Float[Tensor, "n F"], real: Float[Tensor, "m F"], k: int = NEIGHBOURS, *, folds: int = 1, chunk: int = 500
 ) -> Neighbours:
-    """Place samples and real rows in each other's balls; sample i is in fold i mod `folds`."""
+    """Place samples and real rows in each other's balls, on their device; sample i is in fold i mod `folds`."""
     samples, real = samples.double(), real.double()
     sample_radii, real_radii = radii(samples, k, chunk=chunk), radii(real, k, chunk=chunk)
-    member = torch.nn.functional.one_hot(torch.arange(len(samples)) % folds, folds).float()
-    balls = torch.zeros(len(samples), dtype=torch.long)
+    member = torch.nn.functional.one_hot(torch.arange(len(samples), device=real.device) % folds, folds).float()
+    balls = torch.zeros(len(samples), dtype=torch.long, device=real.device)
     reached, hits = [], []
     for start in range(0, len(real), chunk):
         distances = _distances(real[start : start + chunk], samples)
@@ -266,7 +266,7 @@ def neighbours(
         balls += inside.sum(0)
         reached.append((distances <= sample_radii).any(1))
         hits.append((inside.float() @ member).long())  # counts far below 2^24 are exact
-    return Neighbours(balls, torch.cat(reached), torch.cat(hits))
+    return Neighbours(balls.cpu(), torch.cat(reached).cpu(), torch.cat(hits).cpu())
 
 
 def neighbour_measures(samples: Float[Tensor, "n F"], real: Float[Tensor, "m F"]) -> list[Measurement]:

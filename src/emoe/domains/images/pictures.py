@@ -21,7 +21,7 @@ def mosaic(images: UInt8[np.ndarray, "n S S"], edge: int) -> Float[np.ma.MaskedA
     """
     side = images.shape[1]
     size = edge * (side + 1) + 1
-    canvas = np.ma.masked_all((size, size))
+    canvas = np.ma.array(np.zeros((size, size)), mask=True)  # masked_all leaves random numbers, which may overflow
     for place, image in enumerate(images[: edge * edge]):
         top, left = (1 + (side + 1) * i for i in divmod(place, edge))
         canvas[top : top + side, left : left + side] = SHADES[image]

@@ -53,14 +53,15 @@ def read(path: Path, key: str | None = None) -> Table:
         raise DataError(f"{path}: {what}; --domain.path takes a .npy, .npz or .csv file, one row per example")
     ending = path.suffix.lower()
     if ending in (".npy", ".npz"):
-        return _read_numpy(path, key)
+        return read_numpy(path, key)
     if ending == ".csv":
         return _read_csv(path)
     what = f"{ending} files" if ending else "a file without an ending"
     raise DataError(f"{path}: cannot read {what}; save the rows as .npy, .npz or .csv")
 
 
-def _read_numpy(path: Path, key: str | None) -> Table:
+def read_numpy(path: Path, key: str | None = None) -> Table:
+    """An array as it is, from a .npy or .npz file."""
     try:
         with path.open("rb") as file:  # np.load would leave a damaged archive open
             loaded: Any = np.load(file, allow_pickle=False)
@@ -91,42 +92,48 @@ def _array_name(path: Path, names: list[str], key: str | None) -> str:
 
 def _read_csv(path: Path) -> Table:
     """Numbers separated by semicolons, commas or white space; a first line without any number is a header."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            found = list(_cells(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
-    if found and not any(map(_is_number, found[0][1])):
+    found = read_cells(path)
+    if found and not any(map(is_number, found[0][1])):
         found = found[1:]
-    for number, cells in found:
-        wrong = next((i for i, cell in enumerate(cells) if not _is_number(cell)), None)
+    for number, line in found:
+        wrong = next((i for i, cell in enumerate(line) if not is_number(cell)), None)
         if wrong is not None:
             raise DataError(
-                f"{path}: line {number}, column {wrong + 1} holds {cells[wrong]!r}, which is not a number; "
+                f"{path}: line {number}, column {wrong + 1} holds {line[wrong]!r}, which is not a number; "
                 "write the rows alone, without row names and with at most one header line"
             )
         first, width = found[0][0], len(found[0][1])
-        if len(cells) != width:
+        if len(line) != width:
             raise DataError(
-                f"{path}: line {number} has {len(cells)} values, but line {first} has {width}; "
+                f"{path}: line {number} has {len(line)} values, but line {first} has {width}; "
                 "all rows must be equally long"
             )
-    values = np.array([[float(cell) for cell in cells] for _, cells in found])
+    values = np.array([[float(cell) for cell in line] for _, line in found])
     return Table(values, [number for number, _ in found])
 
 
-def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def read_cells(path: Path) -> list[tuple[int, list[str]]]:
+    """`cells` of a text file."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return list(cells(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
+
+
+def cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank; the first one decides what separates cells."""
     mark = ""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         mark = mark or next((sign for sign in ";," if sign in line), " ")
-        cells = line.split() if mark == " " else next(csv.reader([line], delimiter=mark))
-        yield number, [cell.strip() for cell in cells]
+        parts = line.split() if mark == " " else next(csv.reader([line], delimiter=mark))
+        yield number, [part.strip() for part in parts]
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
+    """Whether a cell of a text file is a number."""
     try:
         float(cell)
     except ValueError:

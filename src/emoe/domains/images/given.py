@@ -1,0 +1,151 @@
+"""Images to be completed: read from PNG files, partly kept, and drawn beside their completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, Integer, UInt8
+from torch import Tensor
+
+from emoe.config import ConfigError, hint
+from emoe.domains.base import DataError, Ink
+from emoe.domains.images.pictures import DOTS, SHADES
+from emoe.domains.rows.given import read_positions
+
+HALF = 128  # a grey value from which on a pixel is light
+MOST = 8  # lines, and completions in a line, of a picture
+INCHES = 0.8  # of an image in a picture
+
+
+def read_picture(path: Path, side: int, inner: int | None = None, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
+    """An image file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
+
+    Args:
+        path: A PNG file of any mode. Transparent pixels are paper.
+        side: Edge S of the model's images.
+        inner: A smaller edge that is allowed too; paper is put around it.
+        ink: dark or light; auto takes for paper what the border is, or, where that is transparent, what the rest is
+            not.
+
+    Raises:
+        DataError: No such file, no PNG, or another size.
+    """
+    grey, alpha = _pixels(path, side, inner)
+    if ink == "auto":
+        ink = "dark" if _is_dark_on_light(grey, alpha) else "light"
+    shade = 255 - grey if ink == "dark" else grey
+    return _centred((shade * alpha / 255 >= HALF).astype(np.uint8), side, 0)
+
+
+def read_mask(path: Path, side: int, inner: int | None = None) -> Bool[Tensor, " L"]:
+    """A mask file: white pixels stay, black and transparent ones are wanted; a margin around a smaller mask stays."""
+    grey, alpha = _pixels(path, side, inner)
+    return torch.from_numpy(_centred(grey * alpha / 255 >= HALF, side, True)).flatten()
+
+
+def _pixels(path: Path, side: int, inner: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Grey values and opacity, both 0..255."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not path.is_file():
+        raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; give a .png file")
+    edges = [side] if inner is None else [side, inner]
+    sizes = " or ".join(f"{edge} x {edge}" for edge in edges)
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            if image.size not in {(edge, edge) for edge in edges}:  # seen in the header: nothing large is unpacked
+                width, height = image.size
+                raise DataError(f"{path}: is {width} x {height} pixels, but the model's images are {sizes}; resize it")
+            if image.mode.startswith("I"):  # 16 bits, which convert() would clip
+                deep = np.asarray(image, dtype=np.float64) / 257
+                return deep, np.full_like(deep, 255)
+            colour = image.convert("RGBA")
+    except DataError:
+        raise
+    except UnidentifiedImageError:
+        raise DataError(f"{path}: is no PNG image; save it as one of {sizes} pixels") from None
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); save it again") from None
+    return np.asarray(colour.convert("L"), np.float64), np.asarray(colour.getchannel("A"), np.float64)
+
+
+def _is_dark_on_light(grey: np.ndarray, alpha: np.ndarray) -> bool:
+    border = np.ones(grey.shape, bool)
+    border[1:-1, 1:-1] = False
+    solid = alpha >= HALF
+    if (seen := border & solid).sum() * 2 >= border.sum():
+        return bool(np.median(grey[seen]) >= HALF)
+    return not solid.any() or bool(np.median(grey[solid]) < HALF)
+
+
+def _centred(values: np.ndarray, side: int, margin: int) -> np.ndarray:
+    return np.pad(values, (side - len(values)) // 2, constant_values=margin)
+
+
+def read_region(text: str, side: int, inner: int | None = None) -> Bool[Tensor, " L"]:
+    """Pixels that stay: a name of `REGIONS`, none, a PNG mask (white stays), or positions counted line by line.
+
+    Raises:
+        ConfigError: A name that is not known, or all.
+        DataError: A mask file that cannot be used.
+    """
+    if text.lower().endswith(".png"):
+        return read_mask(Path(text), side, inner)
+    regions = named_regions(side)
+    if text in regions:
+        return regions[text].flatten()
+    if text and not text[0].isdigit() and text not in ("none", "all"):
+        known = hint(text, [*regions, "none"])
+        raise ConfigError([f"keep: {text!r} is not known{known} (or a .png mask, or positions such as 0-9,20)"])
+    return read_positions(text, side * side)
+
+
+def named_regions(side: int) -> dict[str, Bool[Tensor, "S S"]]:
+    """Halves, the middle square of half the edge, and what is around it."""
+    line, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    half, quarter = side // 2, side // 4
+    centre = (line >= quarter) & (line < side - quarter) & (column >= quarter) & (column < side - quarter)
+    return {
+        "top-half": line < half,
+        "bottom-half": line >= side - half,
+        "left-half": column < half,
+        "right-half": column >= side - half,
+        "centre": centre,
+        "border": ~centre,
+    }
+
+
+def draw_completions(
+    rows: Integer[Tensor, "m L"],
+    given: Integer[Tensor, "m L"],
+    samples: Int[Tensor, "m n L"],
+    side: int,
+    path: Path,
+) -> None:
+    """One line for each image, the first 8: as it was read, what was kept (the rest is grey), 8 completions."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = torch.cat([rows[:MOST, None], given[:MOST, None], samples[:MOST, :MOST]], 1).unflatten(-1, (side, side))
+    lines, columns = shown.shape[:2]
+    step = side + 1
+    canvas = np.ma.array(np.zeros((lines * step + 1, columns * step + 1)), mask=True)
+    for line in range(lines):
+        for column in range(columns):
+            top, left = 1 + line * step, 1 + column * step
+            canvas[top : top + side, left : left + side] = SHADES[shown[line, column].cpu().numpy()]
+    figure = Figure(figsize=(INCHES * columns + 0.2, INCHES * lines + 0.35), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    panel.imshow(canvas, cmap=colormaps["gray_r"].with_extremes(bad="0.85"), vmin=0, vmax=1, interpolation="nearest")
+    middle = {"given": 0.5, "kept": 1.5, "completions": 2 + (columns - 2) / 2}
+    panel.set_xticks([place * step for place in middle.values()], list(middle), fontsize=9)
+    panel.xaxis.tick_top()
+    panel.tick_params(length=0)
+    panel.set_yticks([])
+    panel.spines[:].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DOTS)
