@@ -53,7 +53,7 @@ def _digits(name: str, method: MethodConfig) -> Experiment:
         optim=OptimConfig(
             algorithm="adamw", lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, clip=1.0, warmup=50, floor=0.1
         ),
-        train=TrainConfig(steps=2_000, batch=64, ema=0.995, precision="fp32", log_every=50, save_every=500),
+        train=TrainConfig(steps=2_600, batch=64, ema=0.995, precision="fp32", log_every=50, save_every=500),
         eval=EvalConfig(nfe=(1, 2, 4, 8, 16, 64), samples=1_000, batch=500),
     )
 
