@@ -59,6 +59,7 @@ for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
         signal.alarm(120)  # if the tests die, it does not go on for ever
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(log, stream)

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -538,21 +538,28 @@ def cmd_sweep(words: list[str]) -> int:
 
 
 def cmd_data(words: list[str]) -> int:
-    """Fetch, check or pack data files."""
+    """Fetch, check or pack data files, or prepare text."""
+    if words[:1] == ["prepare"]:
+        return prepare_text(words[1:])
     parser = Parser(
         prog="emoe data",
         description="mnist: download the four files of MNIST into DATA-ROOT/mnist, or check those that are there. "
         "pack: write MNIST in black and white as one file of 2 MB, mnist-packed.npz, whose folder can be a data root "
-        "on another machine.",
-        examples=["emoe data mnist", "emoe data mnist --data-root ~/data", "emoe data pack --out packed"],
+        "on another machine. prepare: turn text into rows of tokens, see emoe data prepare --help.",
+        examples=[
+            "emoe data mnist",
+            "emoe data mnist --data-root ~/data",
+            "emoe data pack --out packed",
+            "emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news",
+        ],
     )
-    parser.add_argument("what", metavar="mnist|pack", help="what to do")
+    parser.add_argument("what", metavar="mnist|pack|prepare", help="what to do")
     parser.add_argument("--out", help="pack: the folder to write into")
     add_data_root(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(words)
     if args.what not in ("mnist", "pack"):
-        raise ConfigError([f"data: {args.what!r} is not known{hint(args.what, ['mnist', 'pack'])}"])
+        raise ConfigError([f"data: {args.what!r} is not known{hint(args.what, ['mnist', 'pack', 'prepare'])}"])
     if (args.what == "pack") != (args.out is not None):
         told = "give the folder to write into: --out DIR" if args.what == "pack" else "is for pack; use --data-root"
         raise ConfigError([f"out: {told}"])
@@ -580,6 +587,85 @@ def cmd_data(words: list[str]) -> int:
     print(f"{folder / 'mnist'}: {len(fetched)} files downloaded ({amount:.1f} MB), all {len(files.ORIGINAL)} checked")
     if args.data_root:
         print(f"next: emoe train ... --data-root {shlex.quote(args.data_root)}, or export EMOE_DATA to name it once")
+    return 0
+
+
+def prepare_parser() -> Parser:
+    """The arguments of `emoe data prepare`."""
+    parser = Parser(
+        prog="emoe data prepare",
+        description="Turn text into packed rows of tokens. Inputs are text files, also packed (.gz, .xz, .bz2) or in "
+        "archives (.tar, .tar.gz), or folders of them; one line is a sentence or paragraph, empty lines separate "
+        "documents. Names such as train, valid and test, and those of the One Billion Word benchmark, tell the split. "
+        "A run that was stopped goes on when it is started again.",
+        examples=[
+            "emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news",
+            "emoe data prepare book.txt --split 0.01,0.01 --tokenizer bert --out sets/book",
+            "emoe data prepare 1-billion-word-language-modeling-benchmark-r13output.tar.gz --tokenizer bert "
+            "--packing wrap --out sets/lm1b",
+            "emoe data prepare --train a.txt.gz b.txt.xz --test c.txt --tokenizer bert --out sets/mine",
+        ],
+    )
+    parser.add_argument("inputs", nargs="*", help="files and folders whose names tell the split")
+    for split, use in (("train", "train on"), ("valid", "validate with"), ("test", "test with")):
+        parser.add_argument(f"--{split}", nargs="+", default=[], metavar="FILE", help=f"files and folders to {use}")
+    parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--tokenizer", required=True, help="BERT's vocab.txt or tokenizer.json, or its folder")
+    parser.add_argument("--split", metavar="V,T", help="shares of training documents for valid and test: 0.005,0.005")
+    parser.add_argument("--length", default="128", help="tokens of a row (default 128)")
+    parser.add_argument(
+        "--packing", default="chunks", help="chunks (default): plain rows; wrap: rows with [CLS] at both ends"
+    )
+    parser.add_argument(
+        "--detokenise", default="auto", help="spacing to undo: auto (default, by file names), lm1b, wikitext, none"
+    )
+    parser.add_argument(
+        "--encoding-errors", default="strict", help="bytes that are not UTF-8: strict (default), replace"
+    )
+    parser.add_argument("--seed", default="0", help="seed of --split")
+    parser.add_argument("--jobs", help="processes; default: one for each core")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    return parser
+
+
+def prepare_text(words: list[str]) -> int:
+    """Turn text into packed rows of tokens."""
+    args = prepare_parser().parse_args(words)
+    from emoe.config import override
+    from emoe.domains.text.prepare import PrepareConfig, prepare
+
+    names = ("split", "length", "packing", "detokenise", "encoding_errors", "seed", "jobs")
+    config = override(PrepareConfig(), {name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    began, past, read = time.monotonic(), 0, 0
+    with ExitStack() as stack:
+        tick: Tick | None = None
+
+        def show(size: int, total: int, text: int) -> None:
+            nonlocal tick, past, read
+            if tick is None:
+                tick = stack.enter_context(meter(total // 1000, f"{args.out} (kB of files)", quiet=args.quiet))
+            read += text
+            speed = f"{read / 1e6 / max(time.monotonic() - began, 1e-9):.2f} MB/s of text"
+            tick((past + size) // 1000 - past // 1000, speed)
+            past += size
+
+        splits = {name: [Path(path) for path in getattr(args, name)] for name in ("train", "valid", "test")}
+        done = prepare(
+            Path(args.out),
+            Path(args.tokenizer),
+            [Path(path) for path in args.inputs],
+            config=config,
+            on_progress=show,
+            note=lambda text: print(f"emoe data: {text}", file=sys.stderr),
+            **splits,
+        )
+    for name, split in done.manifest["splits"].items():
+        print(
+            f"{name}: {split['rows']:,} rows of {done.manifest['length']} tokens, {split['documents']:,} documents, "
+            f"{100 * split['unknown_share']:.3f}% of the tokens unknown"
+        )
+    work = f"{done.made} parts made, {done.kept} kept" if done.made + done.kept else "is there already, nothing to do"
+    print(f"{done.path}: {work}; train on it with --domain text --domain.path {shlex.quote(str(done.path))}")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Purpose = Literal["time", "mask", "route", "latent", "data", "reveal", "token", "init"]
+Purpose = Literal["time", "mask", "route", "latent", "data", "reveal", "token", "init", "dropout"]
 
 
 def derive_seed(*keys: object) -> int:

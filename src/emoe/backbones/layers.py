@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.config import ConfigError
 from emoe.diffusion.masking import NEG_INF
-from emoe.routing.experts import Dispatch, RoutedExperts
+from emoe.routing.experts import Activation, Dispatch, RoutedExperts
 from emoe.types import Gate, Route
 
 
@@ -59,6 +62,44 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
+class Dropout(nn.Module):
+    """x * keep / (1 - p) with keep ~ Bernoulli(1 - p) from a given generator; the identity in evaluation and at p = 0.
+
+    What a training step draws is a function of (seed, step), so noise comes from a stream that `dropout_from` lends
+    for the time of a call, never from torch's global generator.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+        """Drop and scale."""
+        if not self.training or self.p == 0:
+            return x
+        if self.generator is None:
+            raise ConfigError(
+                [f"dropout: {self.p:g} needs a random stream, which the method does not lend; set it to 0"]
+            )
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p, generator=self.generator)
+        return x * keep * (1 / (1 - self.p))
+
+
+@contextlib.contextmanager
+def dropout_from(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Every `Dropout` in the module draws from the generator, in the order of the calls, while this is open."""
+    parts = [part for part in module.modules() if isinstance(part, Dropout)]
+    before = [part.generator for part in parts]
+    for part in parts:
+        part.generator = generator
+    try:
+        yield
+    finally:
+        for part, old in zip(parts, before, strict=True):
+            part.generator = old
+
+
 class Router(nn.Linear):
     """A linear router over experts, with optional LayerNorms before it and on its logits, and a soft cap on these.
 
@@ -75,13 +116,15 @@ class Router(nn.Linear):
         norm: bool = False,
         cap: float | None = None,
         logit_norm: bool = False,
+        bias: bool = True,
     ):
-        super().__init__(width, experts)
+        super().__init__(width, experts, bias=bias)
         if std:
             nn.init.normal_(self.weight, std=std)
         else:
             nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        if bias:
+            nn.init.zeros_(self.bias)
         self.norm = nn.LayerNorm(width) if norm else None
         self.logit_norm = nn.LayerNorm(experts) if logit_norm else None
         self.cap = cap
@@ -108,10 +151,12 @@ class RoutedMLP(nn.Module):
         norm: bool = False,
         cap: float | None = None,
         logit_norm: bool = False,
+        bias: bool = True,
+        activation: Activation = "gelu",
     ):
         super().__init__()
-        self.router = Router(width, experts, std=std, norm=norm, cap=cap, logit_norm=logit_norm)
-        self.experts = RoutedExperts(width, hidden, experts, dispatch)
+        self.router = Router(width, experts, std=std, norm=norm, cap=cap, logit_norm=logit_norm, bias=bias)
+        self.experts = RoutedExperts(width, hidden, experts, dispatch, activation)
 
     def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:
         """Router logits, and the policy's choice."""

@@ -91,7 +91,8 @@ def factorised_nll(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], symb
     """
     total = 0.0
     for place in range(train.shape[1]):
-        counts = torch.bincount(train[:, place], minlength=symbols).double() + 0.5
+        column = train[:, place].long()  # rows may be small integers in a file: one column at a time
+        counts = torch.bincount(column, minlength=symbols).double() + 0.5
         total -= (counts / counts.sum()).log()[rows[:, place]].mean().item()
     return total
 

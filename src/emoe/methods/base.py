@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
+from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, Family, option
 from emoe.diffusion.masking import mask_tokens, masked_nll, reveal_probability
 from emoe.diffusion.samplers import ancestral
@@ -134,7 +135,8 @@ class MaskedDiffusion(Method):
             len(x0), rng.stream("time", shared=True), low=self.config.t_low, rank=rng.rank, world=rng.world
         )
         xt = mask_tokens(x0, self.config.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
-        out = self.objective(x0, xt, t, knobs, rng)
+        with dropout_from(self, rng.stream("dropout")):
+            out = self.objective(x0, xt, t, knobs, rng)
         length = self.space.length
         total = out.loss.mean() / length
         log = {"recon": out.recon.mean() / length, "kl": out.kl.mean() / length, **out.log}

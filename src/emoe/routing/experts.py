@@ -16,6 +16,7 @@ from torch.nn import functional as nnf
 from emoe.types import Gate
 
 Dispatch = Literal["auto", "loop", "grouped", "dense"]
+Activation = Literal["gelu", "gelu-tanh"]
 
 
 class RoutedExperts(nn.Module):
@@ -27,11 +28,16 @@ class RoutedExperts(nn.Module):
     `dispatch`: "loop" visits each expert's rows (the reference, any precision); "grouped" sorts rows by expert and
     runs grouped matrix products; "dense" computes all experts everywhere (fixed shapes, which CUDA graphs need).
     "auto" takes dense on a GPU and grouped on a CPU, and the loop where grouped products do not exist.
+
+    `activation`: "gelu" is exact, "gelu-tanh" the approximation 0.5 u (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))).
     """
 
-    def __init__(self, width: int, hidden: int, experts: int, dispatch: Dispatch = "auto"):
+    def __init__(
+        self, width: int, hidden: int, experts: int, dispatch: Dispatch = "auto", activation: Activation = "gelu"
+    ):
         super().__init__()
         self.experts, self.dispatch = experts, dispatch
+        self.approximate = "tanh" if activation == "gelu-tanh" else "none"
         self.w_in = nn.Parameter(_uniform(experts, width, hidden, fan_in=width))
         self.b_in = nn.Parameter(_uniform(experts, hidden, fan_in=width))
         self.w_out = nn.Parameter(_uniform(experts, hidden, width, fan_in=hidden))
@@ -58,7 +64,7 @@ class RoutedExperts(nn.Module):
     def every(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "E B P K"]:
         """The output of each expert on all of x."""
         rows_ENK = x.reshape(1, -1, x.shape[-1]).expand(self.experts, -1, -1)
-        hidden = nnf.gelu(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
+        hidden = self._activate(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
         return torch.baddbmm(self.b_out[:, None], hidden, self.w_out).view(self.experts, *x.shape)
 
     def _shared(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
@@ -70,6 +76,9 @@ class RoutedExperts(nn.Module):
         mix = gate.weight.new_zeros(*gate.expert.shape[:2], self.experts).scatter(-1, gate.expert, gate.weight)
         mix_BPDE = mix.unflatten(0, (len(x), gate.draws)).transpose(1, 2).to(x.dtype)
         return (mix_BPDE @ every_BPEK).transpose(1, 2).flatten(0, 1)
+
+    def _activate(self, u: Float[Tensor, "*N F"]) -> Float[Tensor, "*N F"]:
+        return nnf.gelu(u, approximate=self.approximate)
 
     def _path(self, x: Tensor) -> str:
         if self.dispatch != "auto":
@@ -88,7 +97,7 @@ class RoutedExperts(nn.Module):
         ):
             index = (expert == e).nonzero().squeeze(-1)
             w_in, b_in, w_out, b_out = parts
-            hidden = nnf.gelu(torch.addmm(b_in, rows_NK[index], w_in))
+            hidden = self._activate(torch.addmm(b_in, rows_NK[index], w_in))
             out = out.index_copy(0, index, torch.addmm(b_out, hidden, w_out))
         return out
 
@@ -98,7 +107,7 @@ class RoutedExperts(nn.Module):
         ends = torch.bincount(expert, minlength=self.experts).cumsum(0).to(torch.int32)
         sorted_expert = expert[order]
         hidden = _grouped_mm(_Permute.apply(rows_NK, order), self.w_in, ends)
-        hidden = nnf.gelu(hidden + _expand_bias(self.b_in, sorted_expert))
+        hidden = self._activate(hidden + _expand_bias(self.b_in, sorted_expert))
         out = _grouped_mm(hidden, self.w_out, ends) + _expand_bias(self.b_out, sorted_expert)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return _Permute.apply(out, inverse)
@@ -113,7 +122,7 @@ class RoutedExperts(nn.Module):
         experts, width, hidden = self.w_in.shape
         mix_NE = weight.new_zeros(len(rows_NK), experts).scatter(1, expert, weight)
         w_in_KEF = self.w_in.transpose(0, 1).reshape(width, experts * hidden)
-        h_NEF = nnf.gelu(torch.addmm(self.b_in.flatten(), rows_NK, w_in_KEF)).view(-1, experts, hidden)
+        h_NEF = self._activate(torch.addmm(self.b_in.flatten(), rows_NK, w_in_KEF)).view(-1, experts, hidden)
         mixed = (h_NEF * mix_NE[..., None]).flatten(1)
         return mixed @ self.w_out.view(experts * hidden, width) + mix_NE @ self.b_out
 

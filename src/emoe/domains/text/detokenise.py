@@ -1,0 +1,69 @@
+"""Undo the spacing that released corpora carry.
+
+`lm1b`: the One Billion Word benchmark has a space around every sign (`" I ca n't , " she said .`). The rules are those
+that papers on diffusion language models use, in their order; some signs keep their space, which is part of them.
+`wikitext`: joins what WikiText cut inside numbers and compounds (`1 @,@ 000`, `well @-@ known`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal, get_args
+
+Style = Literal["lm1b", "wikitext", "none"]
+STYLES: tuple[Style, ...] = get_args(Style)
+
+# What a sign between two spaces becomes.
+_CLOSE_UP = tuple((f" {sign} ", f"{sign} ") for sign in ",:;")
+_SLASH = (" / ", "/")
+_ADDRESSES = tuple((f"{scheme} : / / ", f"{scheme}://") for scheme in ("http", "https"))
+_CURRENCIES = tuple((f"{sign} ", sign) for sign in "$£")
+
+_APOSTROPHE = re.compile(r" '(?=\w)")
+_FULL_STOP = re.compile(r"( \w+) \. ")
+# A sign takes the space after it along, so the last one of a line may need a second look.
+_LAST_STOP = re.compile(r"( \w+) \.$")
+# Text between a pair of signs that holds neither of them.
+_PAIRS = tuple(
+    (re.compile(rf"{re.escape(left)} ([^{re.escape(left + right)}]+) {re.escape(right)}"), rf"{left}\1{right}")
+    for left, right in ('""', "''", "()", "[]")
+)
+_CUT = re.compile(r" @([-,.])@ ")
+
+
+def lm1b(line: str) -> str:
+    """A sentence of the One Billion Word benchmark with its spacing undone."""
+    for old, new in _ADDRESSES:
+        line = line.replace(old, new)
+    line = _APOSTROPHE.sub("'", line)
+    line = _LAST_STOP.sub(r"\1.", _FULL_STOP.sub(r"\1. ", line))
+    for sign in "?!":
+        line = line.replace(f" {sign} ", f"{sign} ")
+        if line.endswith(f" {sign}"):
+            line = line[:-2] + sign
+    for old, new in (*_CLOSE_UP, _SLASH):
+        line = line.replace(old, new)
+    for pattern, new in _PAIRS:
+        line = pattern.sub(new, line)
+    for old, new in _CURRENCIES:
+        line = line.replace(old, new)
+    return line
+
+
+def wikitext(line: str) -> str:
+    """A line of WikiText with numbers and compounds joined."""
+    return _CUT.sub(r"\1", line)
+
+
+def rule(style: str) -> Callable[[str], str] | None:
+    """The function of a style; None for `none`."""
+    return {"lm1b": lm1b, "wikitext": wikitext, "none": None}[style]
+
+
+def style_of(name: str) -> Style:
+    """What the name of a file says: shards of the One Billion Word benchmark and WikiText's `.tokens` are known."""
+    base = name.replace("\\", "/").rpartition("/")[2].lower()
+    if re.match(r"news\.en(\.heldout)?-\d+-of-\d+", base):
+        return "lm1b"
+    return "wikitext" if re.match(r"wiki\.(train|valid|test)\.(tokens|raw)", base) else "none"

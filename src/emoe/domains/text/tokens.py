@@ -1,0 +1,157 @@
+"""WordPiece vocabularies: read from `vocab.txt` or `tokenizer.json`, encoded with the `tokenizers` library.
+
+Reading a vocabulary and turning tokens back into text needs no library. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emoe.config import ConfigError
+
+FILES = ("tokenizer.json", "vocab.txt")
+LARGEST = 1 << 16  # symbols a uint16 can tell apart
+SPECIAL = ("pad", "unk", "cls", "sep", "mask")  # written [PAD] and so on
+NEEDED = ("unk", "cls", "mask")
+MISSING = "tokenizers: the package is missing; pip install emoe[text]"
+_SPACED = re.compile(r" ([.?!,])| (n't|'m|'s|'ve|'re)(?!\w)")
+
+
+class Fault(Exception):  # noqa: N818 - becomes a DataError where torch may be imported
+    """Text, files or tokens that cannot be used, with the place and the remedy."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The words of a tokenizer by number, with the numbers of its special ones."""
+
+    path: Path
+    sha256: str
+    words: tuple[str, ...]
+    special: dict[str, int]  # of "pad", "unk", "cls", "sep", "mask": those that there are
+
+    @property
+    def size(self) -> int:
+        """V, the mask included."""
+        return len(self.words)
+
+    @property
+    def lowercase(self) -> bool:
+        """Whether no word has a capital letter, apart from names in brackets: text is then lower-cased first."""
+        return not any(word != word.lower() for word in self.words if not re.fullmatch(r"\[.*\]", word))
+
+    def decode(self, ids: list[int]) -> str:
+        """Tokens as text: pieces joined, no space before a full stop, a comma or a contraction."""
+        text = " ".join(self.words[i] for i in ids).replace(" ##", "").removeprefix("##")
+        return _SPACED.sub(lambda found: found[1] or found[2], text.replace(" ' ", "'"))
+
+
+def locate(path: Path) -> Path:
+    """The file of a tokenizer: the one named, or the one in the folder named.
+
+    Raises:
+        Fault: There is none.
+    """
+    if path.is_dir():
+        found = [path / name for name in FILES if (path / name).is_file()]
+        if not found:
+            raise Fault(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
+        return found[0]
+    if not path.is_file():
+        raise Fault(f"{path}: does not exist; --tokenizer takes a vocab.txt, a tokenizer.json or their folder")
+    return path
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Read and check the words.
+
+    Args:
+        path: A `vocab.txt` with one word a line, a `tokenizer.json` with a WordPiece model, or the folder of one.
+
+    Raises:
+        Fault: No such file, another format, or a vocabulary without the words that are needed.
+    """
+    path = locate(path)
+    try:
+        content = path.read_bytes()
+        words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Fault(f"{path}: cannot be read ({error}); give a whole copy") from None
+    special = {name: words.index(f"[{name.upper()}]") for name in SPECIAL if f"[{name.upper()}]" in words}
+    missing = [f"[{name.upper()}]" for name in NEEDED if name not in special]
+    if missing:
+        raise Fault(f"{path}: has no {', '.join(missing)}; give the vocabulary of a BERT tokenizer")
+    if len(words) > LARGEST:
+        raise Fault(f"{path}: has {len(words):,} words, but tokens are stored in 16 bits; at most {LARGEST:,} fit")
+    return Vocabulary(path, hashlib.sha256(content).hexdigest(), tuple(words), special)
+
+
+def _from_lines(path: Path, content: bytes) -> list[str]:
+    words = content.decode("utf-8").split("\n")
+    words = [word.rstrip("\r") for word in (words[:-1] if not words[-1] else words)]
+    if len(set(words)) < len(words):
+        seen: set[str] = set()
+        for number, word in enumerate(words, 1):
+            if word in seen:
+                raise Fault(f"{path}: line {number} repeats {word!r}; a vocabulary has one word a line, each once")
+            seen.add(word)
+    return words
+
+
+def _from_json(path: Path, content: bytes) -> list[str]:
+    try:
+        data = json.loads(content)
+        model = data["model"]
+        kind = model.get("type", "WordPiece")
+        found = {int(number): str(word) for word, number in model["vocab"].items()} if kind == "WordPiece" else {}
+        found |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Fault(f"{path}: is no tokenizer.json ({type(error).__name__}: {error}); give a whole copy") from None
+    if kind != "WordPiece":
+        raise Fault(f"{path}: holds a {kind} model; only WordPiece is known")
+    if min(found, default=0) < 0 or max(found, default=0) >= LARGEST:
+        raise Fault(f"{path}: numbers its words outside 0..{LARGEST - 1:,}; tokens are stored in 16 bits")
+    return [found.get(number, f"[no word {number}]") for number in range(max(found, default=-1) + 1)]
+
+
+class Encoder:
+    """Turns lines into tokens, without any special ones: `[MASK]` in a text is three tokens, as any other word."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        library = load_library()
+        if vocabulary.path.suffix == ".json":
+            try:
+                self._model = library.Tokenizer.from_file(str(vocabulary.path))
+            except Exception as error:  # the library raises plain Exceptions
+                raise Fault(f"{vocabulary.path}: cannot be used ({error}); give a whole copy, or vocab.txt") from None
+            self._model.no_truncation()
+            self._model.no_padding()
+            self._model.encode_special_tokens = True
+        else:
+            words = {word: number for number, word in enumerate(vocabulary.words)}
+            model = library.models.WordPiece(words, unk_token="[UNK]", max_input_chars_per_word=100)
+            self._model = library.Tokenizer(model)
+            self._model.normalizer = library.normalizers.BertNormalizer(lowercase=vocabulary.lowercase)
+            self._model.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+
+    def __call__(self, lines: list[str]) -> list[list[int]]:
+        """The tokens of every line."""
+        return [found.ids for found in self._model.encode_batch_fast(lines, add_special_tokens=False)]
+
+
+def load_library() -> Any:
+    """The `tokenizers` library.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError([MISSING]) from None
+    return tokenizers

@@ -1,0 +1,214 @@
+"""The domain of text: rows stay on the disk, batches are those of rows in memory, damage is found."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from emoe.cli import main
+from emoe.config import ConfigError, from_dict, to_dict
+from emoe.domains.base import DataError, DomainConfig, ShuffledRows
+from emoe.domains.text.data import Text, TextConfig, distinct, unigram_entropy
+from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.runs import load_run
+
+pytest.importorskip("tokenizers")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", "##x", ".", ",", "'", "s", "$", "中"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A prepared set of rows of 6 tokens."""
+    root = tmp_path_factory.mktemp("text")
+    (root / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    draw = np.random.default_rng(0)
+    for name, count in (("train", 90), ("valid", 20), ("test", 30)):
+        lines = (" ".join(draw.choice([*"abcdefgh", "ax", ".", "$"], 8)) for _ in range(count))
+        (root / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    files = [root / f"{name}.txt" for name in ("train", "valid", "test")]
+    return prepare(root / "set", root / "vocab.txt", files, config=PrepareConfig(length=6, jobs=1)).path
+
+
+@pytest.fixture
+def text(folder: Path) -> Text:
+    return TextConfig(path=str(folder)).build(0)
+
+
+def whole(folder: Path, split: str) -> torch.Tensor:
+    return torch.from_numpy(np.fromfile(folder / f"{split}.bin", "<u2").astype(np.int64).reshape(-1, 6))
+
+
+def test_the_set_as_a_domain(text, folder):
+    assert (text.space.size, text.space.mask_id, text.space.length) == (len(WORDS), 4, 6)
+    assert text.name == "set" and text.task == "text" and text.fresh_rows == len(whole(folder, "test"))
+    assert text.rows.dtype == torch.uint16 and torch.equal(text.rows.long(), whole(folder, "train"))
+    valid = TextConfig(path=str(folder), held_out="valid").build(0)
+    assert torch.equal(valid.test_rows.long(), whole(folder, "valid"))
+
+
+def test_the_kind_is_known_by_name(folder):
+    assert "text" in DomainConfig.known_kinds()
+    config = TextConfig(path=str(folder), verify=False)
+    assert from_dict(DomainConfig, to_dict(config)) == config
+    with pytest.raises(ConfigError, match="held_out: got 'train'"):
+        from_dict(DomainConfig, {"kind": "text", "path": "x", "held_out": "train"})
+
+
+@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
+def test_batches_are_those_of_rows_in_memory(text, folder, rank, world):
+    expected = ShuffledRows(whole(folder, "train"), 8, 3, rank=rank, world=world)
+    batches = text.batches(8, 3, rank=rank, world=world)
+    for step in (0, 1, 20, 333):  # over the ends of several shuffles
+        assert batches(step).dtype == torch.long and torch.equal(batches(step), expected(step))
+
+
+def test_fresh_rows_are_held_out_rows_without_repetition(text, folder):
+    drawn = text.fresh(text.fresh_rows, 1)
+    assert sorted(drawn.tolist()) == sorted(whole(folder, "test").tolist())
+    assert torch.equal(text.fresh(5, 1), drawn[:5]) and not torch.equal(text.fresh(5, 2), drawn[:5])
+    with pytest.raises(DataError, match=r"set: 1,000 rows that were not trained on are asked for, but there are"):
+        text.fresh(1000, 0)
+
+
+def sparse(folder: Path, rows: int, length: int = 128) -> Path:
+    """A set whose training file is large but holds no block on the disk, apart from a last row of sevens."""
+    folder.mkdir()
+    splits = {name: {"rows": count, "sha256": ""} for name, count in (("train", rows), ("test", 2))}
+    manifest = {"schema": 1, "size": 9, "length": length, "special": {"mask": 4}, "splits": splits}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for name, split in splits.items():
+        with (folder / f"{name}.bin").open("wb") as file:
+            file.truncate(split["rows"] * length * 2)
+            file.seek((split["rows"] - 1) * length * 2)
+            file.write(np.full(length, 7, "<u2").tobytes())
+    return folder
+
+
+def test_only_the_rows_of_a_batch_are_read(tmp_path):
+    rows = 2_000_000  # 512 MB
+    text = TextConfig(path=str(sparse(tmp_path / "set", rows)), verify=False).build(0)
+    before = psutil.Process().memory_info().rss
+    batches = text.batches(64, 0)
+    for step in range(5):
+        assert batches(step).shape == (64, 128)
+    assert text.rows[-1].tolist() == [7] * 128
+    assert psutil.Process().memory_info().rss - before < 100e6  # the order of the rows takes 16 MB
+
+
+def test_what_is_done_to_rows_does_not_reach_the_file(tmp_path):
+    folder = sparse(tmp_path / "set", 4)
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    text = TextConfig(path=str(folder), verify=False).build(0)
+    text.rows[0] = 5
+    assert (folder / "train.bin").read_bytes()[:256] == bytes(256)
+
+
+def test_text_of_rows(text):
+    rows = torch.tensor([[2, 5, 13, 6, 14, 4], [13, 6, 16, 17, 15, 18]])
+    assert text.decode(rows) == ["[CLS] ax b. [MASK]", "x b's, $"]
+
+
+def test_measures_are_exact(text):
+    rows = torch.tensor([[5, 5, 5, 5, 5, 5], [5, 6, 7, 8, 9, 10], [5, 6, 5, 6, 5, 6]])
+    assert unigram_entropy(rows).tolist() == pytest.approx([0.0, math.log(6), math.log(2)])
+    assert distinct(rows, 1).tolist() == pytest.approx([100 / 6, 100, 200 / 6])
+    assert distinct(rows, 2).tolist() == pytest.approx([20, 100, 40])
+    found = {item.metric: item for item in text.measure(rows)}
+    assert found["entropy"].value == pytest.approx((math.log(6) + math.log(2)) / 3) and found["entropy"].n == 3
+    assert found["repetition"].value == pytest.approx((200 / 3 + 0 + 100 / 3) / 3)
+    assert found["distinct_2"].value == pytest.approx(160 / 3)
+    assert found["distinct_2"].stderr == pytest.approx(np.std([20, 100, 40], ddof=1) / 3**0.5)
+
+
+def test_entropy_is_that_of_the_counts():
+    rows = torch.randint(0, 9, (20, 40), generator=torch.Generator().manual_seed(0))
+    shares = torch.stack([torch.bincount(row, minlength=9) / 40 for row in rows]).double()
+    assert torch.allclose(unigram_entropy(rows), -torch.special.xlogy(shares, shares).sum(1))
+
+
+def test_picture_shows_any_text(text, tmp_path):
+    rows = torch.full((7, 6), 18)  # dollars, which matplotlib could take for formulas
+    rows[1] = 19  # and a sign that its font lacks
+    text.picture({"samples": rows, "data": text.fresh(2, 0)}, tmp_path / "deep" / "p.png", title="x")
+    assert (tmp_path / "deep" / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- damage
+
+
+def copy(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def change(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+
+
+DAMAGE = {
+    "flipped bit": (lambda set_: flip(set_ / "train.bin"), r"train.bin: is damaged, its sha256"),
+    "flipped test bit": (lambda set_: flip(set_ / "test.bin"), r"test.bin: is damaged"),
+    "cut": (lambda set_: os.truncate(set_ / "train.bin", 12), r"train.bin: has 12 bytes, not those of"),
+    "no file": (lambda set_: (set_ / "train.bin").unlink(), r"train.bin: cannot be opened"),
+    "no manifest": (lambda set_: (set_ / "manifest.json").unlink(), r"holds no prepared text; --domain.path takes"),
+    "cut manifest": (lambda set_: os.truncate(set_ / "manifest.json", 99), r"manifest.json: cannot be read, damaged"),
+    "newer": (lambda set_: change(set_ / "manifest.json", schema=2), r"has schema 2, this version reads 1"),
+    "nonsense": (lambda set_: change(set_ / "manifest.json", length="6"), r"manifest.json: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named_with_a_remedy(folder, tmp_path, case):
+    damage, told = DAMAGE[case]
+    bad = copy(folder, tmp_path / "set")
+    damage(bad)
+    with pytest.raises(DataError, match=told):
+        TextConfig(path=str(bad)).build(0)
+
+
+def test_sets_that_cannot_be_used(folder, tmp_path):
+    with pytest.raises(DataError, match=r"nowhere: does not exist; --domain.path takes a folder"):
+        TextConfig(path=str(tmp_path / "nowhere")).build(0)
+    other = copy(folder, tmp_path / "set")
+    splits = json.loads((other / "manifest.json").read_bytes())["splits"]
+    change(other / "manifest.json", splits={name: splits[name] for name in ("train", "test")})
+    with pytest.raises(DataError, match=r"has no valid rows, only train, test"):
+        TextConfig(path=str(other), held_out="valid").build(0)
+    (other / "vocab.txt").write_text("[UNK]\n[CLS]\n[MASK]\n")
+    with pytest.raises(DataError, match=r"vocab.txt: is not the tokenizer the set was made with"):
+        TextConfig(path=str(other)).build(0).decode(torch.zeros(1, 6, dtype=torch.long))
+
+
+# --- a run
+
+
+def test_a_model_is_trained_sampled_and_measured(folder, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    sizes = "--backbone.width 8 --backbone.hidden 16 --backbone.heads 2 --backbone.time-size 8 --train.batch 4".split()
+    words = ["train", "rows-mdlm", "--domain", "text", "--domain.path", str(folder), "--run", run, *sizes]
+    assert main([*words, "--train.steps", "3", "--device", "cpu"]) == 0
+    samples = load_run(run, device="cpu").sample(5, 2)
+    assert samples.shape == (5, 6) and (samples != 4).all()
+    capsys.readouterr()
+    told = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
+    assert main(["eval", run, *told]) == 0
+    found = {row["metric"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {"entropy", "distinct_1", "distinct_2", "repetition", "nll", "ppl"} <= set(found)
+    assert found["entropy"]["task"] == "text" and found["entropy"]["data"] == "set"
