@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Dropout, RoutedMLP, time_features
+from emoe.backbones.layers import Dropout, RoutedMLP, kept, time_features
 from emoe.config import ConfigError, option
 from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import Dispatch
@@ -101,8 +101,8 @@ class Cache:
             batch, heads, _, size = k.shape
             self.blocks.append((k.new_empty(batch, heads, self.room, size), v.new_empty(batch, heads, self.room, size)))
         end = self.length + k.shape[2]
-        for kept, new in zip(self.blocks[block], (k, v), strict=True):
-            kept[:, :, self.length : end] = new
+        for held, new in zip(self.blocks[block], (k, v), strict=True):
+            held[:, :, self.length : end] = new
         keys, values = self.blocks[block]
         return keys[:, :, :end], values[:, :, :end]
 
@@ -184,12 +184,6 @@ def zeroed(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
-def _kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
-    rows = rows[gate.keep_from :]
-    return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
-
-
 class Block(nn.Module):
     """h + strength * dropout(f((1 + scale) * norm(h) + shift)) for f attention, then for f an MLP, dense or routed.
 
@@ -233,7 +227,7 @@ class Block(nn.Module):
             raise ValueError("a routed backbone needs a route policy")
         logits, gate = self.mlp.route(u, number, route)
         out = self.mlp.experts(u[gate.keep_from :], gate)
-        return self._add(_kept(h, gate), out, None if strength is None else _kept(strength, gate)), logits, gate
+        return self._add(kept(h, gate), out, None if strength is None else kept(strength, gate)), logits, gate
 
     def every(
         self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, view: View
@@ -304,7 +298,7 @@ class Trunk(nn.Module):
         for number, block in enumerate(self.blocks):
             h, logits_d, gate = block(h, c, number, route, view)
             if gate is not None:
-                c = None if c is None else _kept(c, gate)
+                c = None if c is None else kept(c, gate)
                 logits.append(logits_d)
                 gates.append(gate)
         return self._finish(h, c), logits, gates
@@ -320,7 +314,7 @@ class Trunk(nn.Module):
         logits: list[Tensor] = []
         for number, block in enumerate(self.blocks[:-1]):
             h, logits_d, gate = block(h, c, number, route, view)
-            c = None if c is None else _kept(c, gate)
+            c = None if c is None else kept(c, gate)
             logits.append(logits_d)
         h, logits_d = last.every(h, c, len(logits), view)
         return self._finish(h, c), [*logits, logits_d]

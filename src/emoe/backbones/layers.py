@@ -137,6 +137,12 @@ class Router(nn.Linear):
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
+def kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
+    rows = rows[gate.keep_from :]
+    return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
+
+
 class RoutedMLP(nn.Module):
     """The feed-forward part of a block: a router and the experts it chooses from; see `Router` for its options."""
 

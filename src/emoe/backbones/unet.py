@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import RoutedMLP, time_features, token_logits
+from emoe.backbones.layers import RoutedMLP, kept, time_features, token_logits
 from emoe.config import ConfigError, option
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
@@ -139,14 +139,8 @@ class Flow:
         """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
         self.logits.append(logits)
         self.gates.append(gate)
-        self.cond = _kept(self.cond, gate)
-        self.skips = [as_map(_kept(as_rows(skip), gate)) for skip in self.skips]
-
-
-def _kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
-    rows = rows[gate.keep_from :]
-    return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
+        self.cond = kept(self.cond, gate)
+        self.skips = [as_map(kept(as_rows(skip), gate)) for skip in self.skips]
 
 
 class Block(nn.Module):
@@ -185,16 +179,8 @@ class Block(nn.Module):
         rows = as_rows(h)
         logits, gate = self.branch.route(rows, len(flow.gates), flow.route)
         flow.take(logits, gate)
-        added = self._experts(self.branch, rows[gate.keep_from :], gate)
-        return as_map(_kept(rows, gate) + added.to(rows.dtype))
-
-    @staticmethod
-    def _experts(branch: RoutedMLP, rows: Float[Tensor, "B P C"], gate: Gate) -> Float[Tensor, "_B P C"]:
-        """The gate's experts; on a CPU in the precision of their weights: grouped products know no autocast."""
-        if rows.is_cuda:
-            return branch.experts(rows, gate)
-        with torch.autocast(rows.device.type, enabled=False):
-            return branch.experts(rows.to(branch.experts.w_in.dtype), gate)
+        added = self.branch.experts(rows[gate.keep_from :], gate)
+        return as_map(kept(rows, gate) + added.to(rows.dtype))
 
 
 class UNet(Backbone):
