@@ -110,13 +110,13 @@ def mnist_emoe_plus() -> Experiment:
 
 @recipe
 def digits_mdlm() -> Experiment:
-    """MDLM on small digits; below a minute on two cores."""
+    """MDLM on small digits; about a minute on two cores."""
     return _digits("digits-mdlm", MDLMConfig(t_low=DIGITS_T_LOW))
 
 
 @recipe
 def digits_vadd() -> Experiment:
-    """VADD on small digits; about a minute on two cores."""
+    """VADD on small digits; below two minutes on two cores."""
     method = VADDConfig(t_low=DIGITS_T_LOW, latent=16, kl_weight=Linear(start=0.0, end=1.0, share=0.25))
     return _digits("digits-vadd", method)
 
@@ -140,5 +140,5 @@ def digits_emoe() -> Experiment:
 
 @recipe
 def digits_emoe_plus() -> Experiment:
-    """E-MoE on small digits, learned by comparing draws; below three minutes on two cores."""
+    """E-MoE on small digits, learned by comparing draws; three to five minutes on two cores."""
     return _digits("digits-emoe-plus", dataclasses.replace(PLUS, t_low=DIGITS_T_LOW))
