@@ -123,7 +123,7 @@ def digits_vadd() -> Experiment:
 
 @recipe
 def digits_emoe() -> Experiment:
-    """E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; below two minutes on two cores."""
+    """E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; about two minutes on two cores."""
     # Without that weight the latent is too cheap at small t, and samples of many steps fall far behind (docs/log.md).
     method = EMoEConfig(
         t_low=DIGITS_T_LOW,
