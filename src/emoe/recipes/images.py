@@ -86,7 +86,7 @@ def mnist_emoe() -> Experiment:
     return _mnist("mnist-emoe", method)
 
 
-# What scaled on small digits (docs/learning-the-latent.md): a proper score, four draws compared square by square.
+# The best of few steps on small digits (docs/log.md): a proper score, a latent that costs nothing at first, four draws.
 PLUS = EMoEConfig(
     experts=4,
     estimator="vimco",
