@@ -90,8 +90,8 @@ class VADD(MaskedDiffusion):
     ) -> Objective:
         """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
 
-        beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda et
-        al. (2016), and with K = 1 its mean would be the objective itself, for any beta.
+        beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda
+        et al. (2016), and with K = 1 its mean would be the objective itself, for any beta.
         """
         draws = self.config.draws
         if draws == 1:
