@@ -297,7 +297,15 @@ TEXTS: dict[str, tuple[dict[str, str], tuple[str, Any]]] = {
     "a family without fields": ({"method.schedule": "cosine"}, ("method.schedule", {"kind": "cosine"})),
     "a group as JSON": (
         {"eval": '{"samples": 10}'},
-        ("eval", {"nfe": [1, 2, 4, 8, 16, 32], "samples": 10, "batch": 5000}),
+        (
+            "eval",
+            {
+                "nfe": [1, 2, 4, 8, 16, 32],
+                "samples": 10,
+                "batch": 5000,
+                "sampler": {"kind": "plain", "nucleus": 1.0},
+            },
+        ),
     ),
     "text": ({"name": "none"}, ("name", "none")),
 }

@@ -18,7 +18,7 @@ from emoe.domains.base import DomainConfig
 from emoe.engine.durable import replace_file
 from emoe.engine.optim import OptimConfig
 from emoe.engine.trainer import TrainConfig
-from emoe.methods.base import Method, MethodConfig
+from emoe.methods.base import Method, MethodConfig, SamplerConfig
 from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
@@ -34,6 +34,7 @@ class EvalConfig(Config):
     nfe: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), doc="numbers of function evaluations", low=1)
     samples: int = option(20_000, doc="rows drawn for each NFE", low=2)
     batch: int = option(5_000, doc="rows drawn at a time", low=1)
+    sampler: SamplerConfig = option(SamplerConfig(), doc="how masked diffusion methods draw")
 
     def conflicts(self) -> Iterator[str]:
         """There must be something to measure."""
@@ -94,7 +95,9 @@ NEUTRAL = (
     "domain.path",
     "domain.key",
     "domain.root",
-    "eval.",
+    "eval.nfe",
+    "eval.samples",
+    "eval.batch",
     "train.log-",
     "train.save-",
     "train.keep",

@@ -42,6 +42,8 @@ ELASTIC = (
     "eval.nfe",
     "eval.samples",
     "eval.batch",
+    "eval.sampler.kind",
+    "eval.sampler.nucleus",
 )
 
 

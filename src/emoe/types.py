@@ -36,6 +36,10 @@ class Wants:
     cond: int = 0  # size Z of a latent vector added to every position; 0 = none
     marks: bool = False  # a learned embedding of marked positions (the mask pattern)
     encoder: int = 0  # outputs of a recognition encoder of the same size; 0 = none
+    causal: bool = False  # each position sees itself and earlier ones alone; `extend` with a cache
+    time: bool = False  # logits that depend on the time t
+    head_chunk: int = 0  # positions whose logits are made at a time, by `features` and `head_weights`; 0 = all
+    attend: bool = False  # `attend`, `positions` and `first` in `forward`, and `extend` with a cache; no time
 
     def names(self) -> frozenset[str]:
         """Names of the features in use."""
@@ -75,11 +79,12 @@ class BackboneOut:
 class Inference:
     """Result of the posterior pass (Algo. 1, lines 5-8)."""
 
-    log_x_theta: Float[Tensor, "B L V"]  # log p(x0 | xt, z), SUBS applied
+    log_x_theta: Float[Tensor, "B L V"] | None  # log p(x0 | xt, z), SUBS applied; None if `log_token` is all there is
     kl: Float[Tensor, " B"]  # KL(q(z | x0, xt) || p(z | xt)), nats per sequence, whatever training makes of it
     aux: Float[Tensor, ""] | None = None  # auxiliary loss already weighted (load balance), outside any bound
     log: Mapping[str, Tensor] = field(default_factory=dict)
     train_kl: Float[Tensor, " B"] | None = None  # what the training loss counts in its place
+    log_token: Float[Tensor, "B L"] | None = None  # log p(x0^l | xt, z), 0 where xt is clean; None: see log_x_theta
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,9 @@ class Objective:
 class Weighed:
     """One draw z ~ q(z | x0, xt) with its importance weight."""
 
-    log_x_theta: Float[Tensor, "B L V"]  # log p(x0 | xt, z), SUBS applied
+    log_x_theta: Float[Tensor, "B L V"] | None  # log p(x0 | xt, z), SUBS applied; None if `log_token` is all there is
     log_ratio: Float[Tensor, " B"]  # log p(z | xt) - log q(z | x0, xt)
+    log_token: Float[Tensor, "B L"] | None = None  # log p(x0^l | xt, z), 0 where xt is clean; None: see log_x_theta
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What a sampler shows of a reverse step: x after it, the positions it revealed and the latent it drew."""
+    """What a sampler shows of a reverse step: x after it, the positions it revealed and the latent it drew.
+
+    Samplers that leave rows out of their calls show no latent.
+    """
 
     step: int
     time: float
@@ -138,7 +147,7 @@ class Convention:
     - `iw@T,K`: the same with K importance-weighted draws per step; tighter, and for K to infinity the bound of Lemma 1
       for the mixture itself: the exact NLL for T = 1, above it for T > 1.
     - `nelbo`: the continuous-time bound of Eq. 22, only where there is no latent.
-    - `exact`: the NLL itself, by enumeration.
+    - `exact`: the NLL itself, by enumeration, or by the chain rule where a method predicts token after token.
     """
 
     kind: str

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emoe import commands
+from emoe import progress
 from emoe.cli import main
 from emoe.evaluation.evaluate import make_row, method_name
 from emoe.evaluation.exact_toy import is_drawn, law_work, laws
@@ -101,14 +101,15 @@ def test_progress_goes_to_standard_error(
     exact = {(row["metric"], row["nfe"]) for row in rows if row["convention"] == "exact"}
     assert exact == {(name, nfe) for name in ("validity", "overlap", "nll", "kl") for nfe in (1, 2)}
     assert "step" not in err  # over before a line is due
-    monkeypatch.setattr(commands, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert [row["value"] for row in json.loads(out)] == [row["value"] for row in rows]
     lines = [line for line in err.splitlines() if " of " in line]
     assert f"exact law of {toy_run}: step 1/2 (50.0%)" in lines[0] and "step 2/2 (100.0%)" in lines[1]
-    assert f"likelihoods of {toy_run}: step 1/24 (4.2%)" in lines[2] and "| bound@1" in lines[2]
-    assert "step 24/24 (100.0%)" in lines[-1] and "ETA 0:00:00 | iw@1,4" in lines[-1] and len(lines) == 2 + 8 + 4
+    assert [f"samples of {toy_run}: step {call}/3" in line for call, line in enumerate(lines[2:5], 1)] == [True] * 3
+    assert f"likelihoods of {toy_run}: step 1/24 (4.2%)" in lines[5] and "| bound@1" in lines[5]
+    assert "step 24/24 (100.0%)" in lines[-1] and "ETA 0:00:00 | iw@1,4" in lines[-1] and len(lines) == 2 + 3 + 8 + 4
 
 
 def test_the_exact_law_of_other_domains_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

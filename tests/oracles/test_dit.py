@@ -13,6 +13,7 @@ from emoe.backbones.dit import DiT, DiTConfig, rotary_angles, rotate
 from emoe.backbones.layers import Dropout, Router, dropout_from
 from emoe.config import ConfigError
 from emoe.diffusion.masking import masked_nll
+from emoe.evaluation.pools import count_calls
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
@@ -50,7 +51,8 @@ def network(scramble):
     """A factory of small networks in float64 with weights of their own."""
 
     def make(wants: Wants | None = None, seed: int = 1, **other: object) -> DiT:
-        return scramble(sizes(**other).build(SPACE, wants or Wants()).double(), seed)
+        wants = wants or Wants(causal=bool(other.get("causal")))
+        return scramble(sizes(**other).build(SPACE, wants).double(), seed)
 
     return make
 
@@ -109,7 +111,7 @@ def test_parts_have_the_published_sizes():
         wants = Wants(cond=512, encoder=1024)
         assert total_parameters(DiTConfig().build(LM1B, wants)) == 139_883_962
         assert total_parameters(DiTConfig().build_encoder(LM1B, wants)) == 116_609_024
-        assert total_parameters(DiTConfig(causal=True).build(LM1B, Wants())) == 131_912_250
+        assert total_parameters(DiTConfig(causal=True).build(LM1B, Wants(causal=True))) == 131_912_250
         dense = DiTConfig().build(LM1B, Wants())
         assert total_parameters(DiTConfig().build(LM1B, Wants(marks=True))) == 139_292_986 + 768
         assert total_parameters(DiTConfig(router_bias=True).build(LM1B, Wants(experts=8))) == 536_051_002 + 96
@@ -142,13 +144,25 @@ def test_sizes_that_do_not_fit_are_refused(field: str, value: float):
 def test_a_causal_network_says_what_it_lacks():
     with pytest.raises(ConfigError, match="time_conditioning: a causal network"):
         sizes(causal=True, time_conditioning=True)
-    wants = Wants(experts=2, cond=3, marks=True, encoder=6)
-    lines = list(sizes(causal=True).refusals(wants))
-    assert [line.split("'")[3] for line in lines] == ["cond", "encoder", "experts", "marks"]
-    assert not list(sizes().refusals(wants)) and not list(sizes(causal=True).refusals(Wants()))
+    wants = {"experts": 2, "cond": 3, "marks": True, "encoder": 6, "attend": True}
+    lines = list(sizes(causal=True).refusals(Wants(**wants, causal=True)))
+    assert [line.split("'")[3] for line in lines] == ["attend", "cond", "encoder", "experts", "marks"]
+    assert not list(sizes().refusals(Wants(**wants))) and not list(sizes(causal=True).refusals(Wants(causal=True)))
     for make in (sizes(causal=True).build, sizes(causal=True).build_encoder):
-        with pytest.raises(ConfigError, match="set backbone.causal=false"):
-            make(SPACE, wants)
+        with pytest.raises(ConfigError, match="has no 'experts', which the method needs"):
+            make(SPACE, Wants(**wants, causal=True))
+
+
+def test_causal_networks_and_methods_that_want_one_belong_together():
+    (line,) = sizes().refusals(Wants(causal=True))
+    assert line.startswith("backbone.causal: must be true")
+    for wants in (Wants(), Wants(experts=2), Wants(attend=True)):
+        (line,) = sizes(causal=True).refusals(wants)
+        assert line.startswith("backbone.causal: must be false")
+        with pytest.raises(ConfigError, match="backbone.causal: must be false"):
+            sizes(causal=True).build(SPACE, wants)
+    (line,) = sizes(time_conditioning=True).refusals(Wants(attend=True))
+    assert line.startswith("backbone.time_conditioning: must be false")
 
 
 # --- The network as its formulas ---------------------------------------------------------------------------------
@@ -523,10 +537,58 @@ def test_a_cache_says_what_the_whole_prefix_says(network, chunks: list[int]):
         net.extend(x[:, :1], cache)
 
 
-def test_only_a_causal_network_is_extended(network):
-    net = network()
-    with pytest.raises(ValueError, match="only a causal network"):
-        net.extend(batch()[0], net.new_cache())
+@pytest.mark.parametrize("chunks", [[1, 1], [2], [1]], ids=str)
+def test_blocks_in_a_cache_say_what_whole_rows_say(network, chunks: list[int]):
+    """No position sees a later block of two; behind each chunk comes a noisy block, twice, that is not kept."""
+    net, (x0, xt, t) = network(), batch()
+    block, cache = torch.arange(6) // 2, net.new_cache()
+
+    def compare(new: Tensor, keep: int) -> None:
+        old = cache.length
+        part = block[: old + new.shape[1]]
+        attend = part[:, None] >= part
+        got = net.extend(new, cache, attend=attend[old:], keep=keep)
+        want = net(torch.cat([x0[:, :old], new], 1), t, attend=attend).logits[:, old:]
+        assert torch.allclose(got[..., OTHERS], want[..., OTHERS], atol=1e-12, rtol=1e-12)
+        assert cache.length == old + keep
+
+    for size in chunks:
+        old, end = cache.length, cache.length + 2 * size
+        noisy = xt[:, end : end + 2]
+        compare(torch.cat([x0[:, old:end], noisy], 1), 2 * size)
+        compare(noisy.flip(1), 0)
+
+
+def test_the_last_logits_alone_and_the_first(network):
+    net, (x, _, t) = network(causal=True), batch()
+    whole = net(x, t).logits
+    last = net.extend(x, net.new_cache(), last=2)
+    assert last.shape[1] == 2 and torch.allclose(last[..., OTHERS], whole[:, 4:, OTHERS], atol=1e-12)
+    first = net(x, t, first=4).logits
+    assert first.shape[1] == 4 and torch.allclose(first[..., OTHERS], whole[:, :4, OTHERS], atol=1e-12)
+
+
+def test_other_networks_are_extended_by_callers_who_answer_for_it(network):
+    net, x, attend = network(), batch()[0], torch.ones(6, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match="new tokens would change"):
+        net.extend(x, net.new_cache())
+    net = network(time_conditioning=True)
+    with pytest.raises(ValueError, match="at other times"):
+        net.extend(x, net.new_cache(), attend=attend)
+
+
+def test_every_way_to_ask_the_network_is_one_call(network):
+    net, (x, _, t) = network(causal=True), batch()
+    cache = net.new_cache()
+    ways = (lambda: net(x, t), lambda: net.features(x, t), lambda: net.extend(x[:, :2], cache))
+    for number, ask in enumerate(ways):
+        with count_calls(net) as count:
+            for _ in range(number + 1):
+                ask()
+        assert count.calls == number + 1
+    with count_calls(net) as count:
+        net.read(net.features(x, t)[0])
+    assert count.calls == 1
 
 
 # --- Routes ------------------------------------------------------------------------------------------------------
@@ -655,7 +717,7 @@ def test_half_precision_autocast_runs_and_stays_near(build, config, dispatch: st
 
 def test_a_cache_in_half_precision():
     torch.manual_seed(0)
-    net = sizes(causal=True).build(SPACE, Wants()).eval()
+    net = sizes(causal=True).build(SPACE, Wants(causal=True)).eval()
     torch.nn.init.normal_(net.head.weight)
     x, _, t = batch(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from emoe.config import Family
 from emoe.routing.experts import RoutedExperts
-from emoe.types import BackboneOut, Route, TokenSpace, Wants
+from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
 
 class Backbone(nn.Module, ABC):
@@ -20,6 +20,15 @@ class Backbone(nn.Module, ABC):
 
     routed_blocks: int  # D, the number of blocks that ask a route policy for experts; 0 if dense
     routes_tokens: ClassVar[bool] = True  # every routed block routes each token by itself: P = L
+    reads_time: bool = True  # the logits depend on t, not on the row alone
+
+    @property
+    def counted(self) -> nn.Module:
+        """The module whose every call is one function evaluation, by whichever method the network is asked.
+
+        A backbone that can be asked otherwise than by `forward` names the part that all ways pass through.
+        """
+        return self
 
     @abstractmethod
     def forward(
@@ -41,6 +50,35 @@ class Backbone(nn.Module, ABC):
             route: Route policy, called once per routed block in order.
         """
 
+    def features(
+        self,
+        x: Int[Tensor, "B L"],
+        t: Float[Tensor, " B"],
+        *,
+        cond: Float[Tensor, "B Z"] | None = None,
+        marks: Bool[Tensor, "B L"] | None = None,
+        route: Route | None = None,
+    ) -> tuple[Float[Tensor, "_B L K"], tuple[Float[Tensor, "_B _P E"], ...], tuple[Gate, ...]]:
+        """What `read` turns into logits, position by position; router logits and gates as in `BackboneOut`.
+
+        A backbone has the two of them only where `forward` is `read` of `features` and logits of a position need
+        the features of that position alone: then logits can be had for a part of the positions, or part by part.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not part its features from its head")
+
+    def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
+        """Logits of features at any positions, the mask's column at -inf."""
+        raise NotImplementedError(f"{type(self).__name__} does not part its features from its head")
+
+    def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
+        """W and b of `read`, logits = W h + b; the mask's entry of b is -inf."""
+        raise NotImplementedError(f"{type(self).__name__} does not part its features from its head")
+
+    @property
+    def has_features(self) -> bool:
+        """Whether there are `features`, `read` and `head_weights`."""
+        return type(self).features is not Backbone.features
+
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
         """Sums over positions that belong together, for positions of any block or tokens; P = G stays as it is.
 
@@ -60,6 +98,30 @@ class Backbone(nn.Module, ABC):
         before runs once, with the routes of `route`, which is asked for every block but the last.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot run every expert of its last block")
+
+    def new_cache(self) -> Any:
+        """An empty cache for `extend`."""
+        raise NotImplementedError(f"{type(self).__name__} has no cache")
+
+    def extend(
+        self,
+        x_new: Int[Tensor, "B N"],
+        cache: Any,
+        *,
+        attend: Bool[Tensor, "N M"] | None = None,
+        keep: int | None = None,
+        last: int | None = None,
+    ) -> Float[Tensor, "B _N V"]:
+        """Logits of N tokens that follow those in a cache, of which the first `keep` go into the cache.
+
+        Args:
+            x_new: The tokens, the mask among them.
+            cache: What `new_cache` gave.
+            attend: Which new position sees which of the M = old + N; None: itself and all before, if causal.
+            keep: How many of the new positions the cache takes in; None: all.
+            last: How many of the new positions, from the end, are given logits; None: all.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no cache")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,9 @@ SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the 
 class DiTConfig(BackboneConfig, kind="dit"):
     """Sizes of the small network of the paper's language experiments."""
 
-    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder"})
+    supports: ClassVar[frozenset[str]] = frozenset(
+        {"experts", "cond", "marks", "encoder", "causal", "attend", "time", "head_chunk"}
+    )
 
     width: int = option(768, doc="model dimension", low=1)
     depth: int = option(12, doc="number of blocks D", low=1)
@@ -61,11 +63,19 @@ class DiTConfig(BackboneConfig, kind="dit"):
             yield "time_conditioning: a causal network has no adaLN that could see the time; set it to false"
 
     def refusals(self, wants: Wants) -> Iterator[str]:
-        """One line for each wanted feature that is not there; a causal network has none of them."""
+        """One line for each wanted feature that is not there; causal networks are for methods that want one."""
         yield from super().refusals(wants)
-        if self.causal:
-            for name in sorted(wants.names() & self.supports):
-                yield f"backbone: a causal 'dit' has no {name!r}, which the method needs; set backbone.causal=false"
+        if wants.causal and not self.causal:
+            yield "backbone.causal: must be true, since the method predicts each token from those before it"
+        elif self.causal and not wants.causal:
+            yield "backbone.causal: must be false, since the method reads tokens on both sides of a mask"
+        elif self.causal:
+            for name in sorted(wants.names() & self.supports - {"causal"}):
+                yield f"backbone: a causal 'dit' has no {name!r}, which the method needs"
+        if wants.time and not self.time_conditioning:
+            yield "backbone.time_conditioning: must be true, since what the method predicts depends on the time"
+        if wants.attend and self.time_conditioning:
+            yield "backbone.time_conditioning: must be false, since parts of a row have times of their own"
 
     def build(self, space: TokenSpace, wants: Wants) -> DiT:
         """Make the denoiser, or with `causal` the autoregressive network."""
@@ -87,7 +97,7 @@ class DiTConfig(BackboneConfig, kind="dit"):
 
 @dataclass
 class Cache:
-    """What a causal network keeps of the tokens it has read: rotated keys and values of each block; see `extend`."""
+    """What a network keeps of the tokens it has read: rotated keys and values of each block; see `extend`."""
 
     room: int  # positions there is room for
     length: int = 0  # positions read so far
@@ -374,8 +384,14 @@ class DiT(Backbone):
         super().__init__()
         self.routed_blocks = config.depth if wants.experts else 0
         self.mask_id, self.length = space.mask_id, space.length
+        self.reads_time = config.time_conditioning
         self.trunk = Trunk(config, space, wants)
         self.head = zeroed(nn.Linear(config.width, space.size))
+
+    @property
+    def counted(self) -> nn.Module:
+        """The trunk, through which `forward`, `features` and `extend` pass once each."""
+        return self.trunk
 
     def forward(
         self,
@@ -387,12 +403,13 @@ class DiT(Backbone):
         route: Route | None = None,
         attend: Bool[Tensor, "L L"] | None = None,
         positions: Int[Tensor, " L"] | None = None,
+        first: int | None = None,
     ) -> BackboneOut:
-        """See `Backbone.forward`, and `features` for the rest."""
+        """See `Backbone.forward`, and `features` for the rest; `first`: logits of so many first positions alone."""
         h, route_logits, gates = self.features(
             x, t, cond=cond, marks=marks, route=route, attend=attend, positions=positions
         )
-        return BackboneOut(self.read(h), route_logits, gates)
+        return BackboneOut(self.read(h if first is None else h[:, :first]), route_logits, gates)
 
     def features(
         self,
@@ -426,9 +443,13 @@ class DiT(Backbone):
 
         The -inf is in the bias: nothing of the size of the logits is copied for it, forward or backward.
         """
-        is_mask = torch.arange(self.head.out_features, device=h.device) == self.mask_id
-        logits = nnf.linear(h, self.head.weight, self.head.bias.masked_fill(is_mask, NEG_INF))
+        logits = nnf.linear(h, *self.head_weights())
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
+        """See `Backbone.head_weights`."""
+        is_mask = torch.arange(self.head.out_features, device=self.head.bias.device) == self.mask_id
+        return self.head.weight, self.head.bias.masked_fill(is_mask, NEG_INF)
 
     def forward_last(
         self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
@@ -448,24 +469,34 @@ class DiT(Backbone):
         return Cache(self.length)
 
     @torch.no_grad()
-    def extend(self, x_new: Int[Tensor, "B N"], cache: Cache) -> Float[Tensor, "B N V"]:
-        """Logits of N tokens that follow those in the cache, which takes them in.
+    def extend(
+        self,
+        x_new: Int[Tensor, "B N"],
+        cache: Cache,
+        *,
+        attend: Bool[Tensor, "N M"] | None = None,
+        keep: int | None = None,
+        last: int | None = None,
+    ) -> Float[Tensor, "B _N V"]:
+        """See `Backbone.extend`; positions go on where the cache ends. For sampling: it has no gradient.
 
-        Equal to the last N positions of a call of the causal network on all tokens so far: earlier positions do not
-        see later ones, so their keys and values stay as they are. For sampling: it has no gradient.
+        Equal to the last N positions of one call on all tokens so far, as long as no position sees a later one that is
+        not in the cache with it: then keys and values of old positions stay as they are. A causal network is so by
+        itself; any other needs `attend`, by which its caller answers for it, and must not see the time.
         """
-        if not self.trunk.config.causal:
-            raise ValueError("only a causal network can be extended: elsewhere new tokens change what old ones see")
-        old, new = cache.length, x_new.shape[1]
+        config, old, new = self.trunk.config, cache.length, x_new.shape[1]
+        if not config.causal and (attend is None or config.time_conditioning):
+            why = "new tokens would change what old ones see" if attend is None else "old ones were read at other times"
+            raise ValueError(f"a network that is not causal is extended with `attend` and without a time: {why}")
         if old + new > cache.room:
             raise ValueError(f"the cache has room for {cache.room} positions, not for {old + new}")
         places = torch.arange(old, old + new, device=x_new.device)
-        attend = None
-        if old:  # without a past the causal path is the quicker one
+        if attend is None and old:  # without a past the causal path is the quicker one
             attend = places[:, None] >= torch.arange(old + new, device=x_new.device)
-        h, _, _ = self.trunk(self.trunk.embed(x_new, None), None, None, self.trunk.view(places, attend, cache))
-        cache.length += new
-        return self.read(h)
+        c = self.trunk.condition(torch.zeros(len(x_new), device=x_new.device), None)
+        h, _, _ = self.trunk(self.trunk.embed(x_new, None), c, None, self.trunk.view(places, attend, cache))
+        cache.length += new if keep is None else keep
+        return self.read(h if last is None else h[:, new - last :])
 
 
 class Encoder(nn.Module):

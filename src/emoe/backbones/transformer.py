@@ -25,7 +25,7 @@ EMBEDDING_STD = 0.2
 class TransformerConfig(BackboneConfig, kind="transformer"):
     """Sizes as in Table "Toy hyperparameters"."""
 
-    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder"})
+    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder", "time"})
 
     width: int = option(128, doc="model dimension", low=1)
     depth: int = option(2, doc="number of blocks D", low=1)

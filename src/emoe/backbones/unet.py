@@ -33,7 +33,7 @@ ROUTED = (False, True, True, True, True, True, False, False)  # all at S/2 and S
 class UNetConfig(BackboneConfig, kind="unet"):
     """Sizes of the paper's network for binarised MNIST."""
 
-    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder"})
+    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder", "time"})
 
     channels: int = option(72, doc="channels at every resolution", low=1)
     hidden: int = option(144, doc="hidden channels of each expert", low=1)

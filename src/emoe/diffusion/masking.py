@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.diffusion.categorical import draw_categorical
+from emoe.types import TokenSpace
 
 NEG_INF = float("-inf")
 
@@ -86,6 +87,26 @@ def unmask_step(
 
     Whether a position is revealed does not depend on its logits, so it is drawn first and apart from the token.
     """
-    u = torch.rand(xt.shape, generator=reveal, device=xt.device, dtype=torch.float64)
-    revealed = (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))
+    revealed = draw_revealed(xt, alpha_s, alpha_t, mask_id, reveal)
     return torch.where(revealed, draw_categorical(log_x_theta, token), xt), revealed
+
+
+def draw_revealed(
+    xt: Int[Tensor, "B L"], alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator
+) -> Bool[Tensor, "B L"]:
+    """Which masked positions are revealed between t and s, each with `reveal_probability`."""
+    u = torch.rand(xt.shape, generator=generator, device=xt.device, dtype=torch.float64)
+    return (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))
+
+
+def start_rows(
+    given: Int[Tensor, "_n _L"] | None, n: int, space: TokenSpace, device: torch.device
+) -> Int[Tensor, "n _L"]:
+    """Rows a sampler starts from: all masks, or a copy of `given`, whose shape and symbols are checked."""
+    if given is None:
+        return torch.full((n, space.length), space.mask_id, device=device)
+    if given.shape != (n, space.length):
+        raise ValueError(f"given: expected shape {(n, space.length)}, got {tuple(given.shape)}")
+    if given.min() < 0 or given.max() >= space.size:
+        raise ValueError(f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)")
+    return given.to(device, copy=True)

@@ -41,10 +41,12 @@ def evaluate(
     seed = experiment.seed if seed is None else seed
     rows: list[Row] = []
     for steps in config.nfe if nfe is None else nfe:
-        pool = draw_pool(method, samples or config.samples, steps, seed, batch=config.batch)
+        pool = draw_pool(method, samples or config.samples, steps, seed, batch=config.batch, sampler=config.sampler)
         if keep is not None:
             keep(pool)
-        measured = domain.measure(pool.samples, seed)
+        measured = list(domain.measure(pool.samples, seed))
+        if config.sampler.kind != "plain":
+            measured.append(Measurement("network_calls", pool.calls, None, len(pool.samples)))
         rows += [make_row(item, domain, experiment, nfe=pool.nfe) for item in measured]
     return rows
 

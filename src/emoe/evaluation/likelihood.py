@@ -14,12 +14,16 @@ from emoe.methods.base import MaskedDiffusion, Method
 from emoe.rng import Rng, derive_seed
 from emoe.types import Convention, Measurement
 
+ROWS, LOGITS = 4096, 2**28  # rows of a call, and the most numbers that its logits may be
 Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
 def default_conventions(method: Method) -> list[Convention]:
-    """What is worth printing: the objective, bounds for few steps, and iw with a latent or nelbo without one."""
-    names = ["objective", "bound@1", "bound@4"]
+    """What is worth printing: the objective, bounds for few steps, and iw with a latent or nelbo without one.
+
+    A method that has likelihoods of its own choosing names them in `conventions`.
+    """
+    names = list(getattr(method, "conventions", ["objective", "bound@1", "bound@4"]))
     if isinstance(method, MaskedDiffusion):
         if not method.has_latent:
             names.append("nelbo")
@@ -34,6 +38,8 @@ def passes(convention: Convention, repeats: int | None = None) -> int:
 
 
 def _repeats(convention: Convention, repeats: int | None) -> int:
+    if convention.kind == "exact":
+        return 1  # nothing is drawn
     return repeats or (4 if convention.draws else 8)
 
 
@@ -45,15 +51,18 @@ def estimate_nll(
     *,
     repeats: int | None = None,
     seed: int = 0,
-    batch: int = 4096,
+    batch: int | None = None,
     tick: Tick | None = None,
 ) -> Measurement:
     """Mean over rows of a named likelihood, in nats per row, with its standard error.
 
     All rows are drawn for `repeats` times (8 by default, 4 with importance weights) with fresh times, masks and
     latents; the standard error is that of the mean of the repeats: the error of the estimate for these rows, not that
-    of having chosen these rows. `tick` is told of every repeat.
+    of having chosen these rows. `exact` is no estimate: one repeat, no error. `tick` is told of every repeat.
+    `batch` are the rows of a call, draws counted: 4,096 unless told, fewer where B L V logits are more than 2^28.
     """
+    space = method.space
+    batch = batch or max(1, min(ROWS, LOGITS // (space.length * space.size)))
     device = next(method.parameters()).device
     rows = rows.to(device)
     repeats = _repeats(convention, repeats)

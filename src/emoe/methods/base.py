@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -14,14 +14,25 @@ from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import dropout_from
-from emoe.config import ConfigError, Family, option
-from emoe.diffusion.masking import mask_tokens, masked_nll, reveal_probability
-from emoe.diffusion.samplers import ancestral
+from emoe.config import Config, ConfigError, Family, option
+from emoe.diffusion.chunks import total_and_target
+from emoe.diffusion.masking import mask_tokens, reveal_probability, start_rows, subs
+from emoe.diffusion.samplers import ancestral, cached, reveal_first
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import stratified_times
 from emoe.ramps import Ramp
 from emoe.rng import Rng
-from emoe.types import Convention, Denoised, Inference, Loss, Objective, StepEvent, TokenSpace, Wants, Weighed
+from emoe.types import (
+    Convention,
+    Denoised,
+    Inference,
+    Loss,
+    Objective,
+    StepEvent,
+    TokenSpace,
+    Wants,
+    Weighed,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +92,50 @@ class Method(nn.Module, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplerConfig(Config):
+    """How masked diffusion methods draw; all kinds have the same law, see `emoe.diffusion.samplers`."""
+
+    kind: Literal["plain", "cached", "reveal-first"] = option(
+        "plain", doc="plain; cached: unchanged rows are not run again; reveal-first: the head reads what is revealed"
+    )
+    nucleus: float = option(
+        1.0,
+        doc="probability of the most likely symbols that tokens are drawn from; 1 = all, the model",
+        above=0,
+        high=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MaskedDiffusionConfig(MethodConfig):
     """Options that all masked diffusion methods share."""
 
     schedule: Schedule = option(LinearSchedule(), doc="masking schedule alpha_t")
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
+    head_chunk: int = option(
+        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
+    )
+
+    def wants(self) -> Wants:
+        """A head that reads some positions at a time, if it is to."""
+        return Wants(head_chunk=self.head_chunk)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a call of the network says of x0 given xt, under the latents it was handed; N rows."""
+
+    log_x_theta: Float[Tensor, "N L V"] | None  # log p(x0 | xt, z), SUBS applied; None with `head_chunk`
+    log_token: Float[Tensor, "N L"] | None  # of the symbols of x0 alone, 0 where xt is clean; None without
+    route_logits: tuple[Float[Tensor, "_M _P E"], ...] = ()
+
+
+def log_token_of(out: Predicted | Inference | Weighed, x0: Int[Tensor, "N L"]) -> Float[Tensor, "N L"]:
+    """log p(x0^l | xt, z) at every position, 0 where xt is clean."""
+    if out.log_token is not None:
+        return out.log_token
+    assert out.log_x_theta is not None
+    return out.log_x_theta.gather(-1, x0[..., None]).squeeze(-1)
 
 
 class MaskedDiffusion(Method):
@@ -93,7 +143,8 @@ class MaskedDiffusion(Method):
 
     A concrete method gives two functions: `infer`, the posterior pass of training, and `denoise`, the prior pass of
     sampling. `weigh` is a third one, for importance-weighted likelihoods, and `objective` a fourth one, where the
-    gradient needs more than one draw. The rest is here and is not overridden.
+    gradient needs more than one draw; `prior` a fifth one, for the sampler that reveals first. The rest is here and is
+    not overridden.
     """
 
     has_latent: ClassVar[bool] = True
@@ -120,6 +171,28 @@ class MaskedDiffusion(Method):
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
         """One draw z ~ q(z | xt, x0) and log p(z | xt) - log q(z | xt, x0), for importance-weighted bounds."""
         raise ConfigError([f"likelihood: {type(self).__name__} gives no importance weights, so it has no iw@T,K"])
+
+    def prior(self, xt: Int[Tensor, "B L"], rng: Rng) -> dict[str, Any]:
+        """What `denoise` hands to the network beside (xt, t): a latent z ~ p(z | xt), or a policy that draws it."""
+        name = type(self).__name__
+        raise ConfigError([f"sampler.kind: {name} has no prior(), which reveal-first needs; use plain"])
+
+    @property
+    def reads_time(self) -> bool:
+        """Whether `denoise` depends on t, through the network or otherwise."""
+        return self.backbone.reads_time
+
+    def predict(
+        self, x0: Int[Tensor, "N L"], xt: Int[Tensor, "N L"], rows: Int[Tensor, "M L"], t: Tensor, **inputs: Any
+    ) -> Predicted:
+        """One call of the network on `rows`, which may be more than xt, and what it says of x0 given xt."""
+        mask_id, chunk = self.space.mask_id, self.config.head_chunk
+        if not chunk:
+            out = self.backbone(rows, t, **inputs)
+            return Predicted(subs(out.logits, xt, mask_id), None, out.route_logits)
+        h, route_logits, _ = self.backbone.features(rows, t, **inputs)
+        total, chosen = total_and_target(h, *self.backbone.head_weights(), x0, chunk)
+        return Predicted(None, torch.where(xt == mask_id, chosen - total, 0.0), route_logits)
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
         """Weight of the latent's KL in the training objective; a method with a latent says which."""
@@ -158,7 +231,7 @@ class MaskedDiffusion(Method):
         A method whose gradient takes more than that (several draws, score functions) overrides it.
         """
         out = self.infer(x0, xt, t, knobs, rng)
-        recon = self.config.schedule.elbo_weight(t) * masked_nll(out.log_x_theta, x0)
+        recon = self.config.schedule.elbo_weight(t) * -log_token_of(out, x0).sum(-1)
         kl = out.kl if out.train_kl is None else out.train_kl
         return Objective(recon + self.kl_weight(t, knobs) * kl, recon, out.kl, out.aux, out.log)
 
@@ -184,7 +257,8 @@ class MaskedDiffusion(Method):
         knobs = {name: torch.ones((), device=x0.device) for name in self.ramps}  # they shape gradients, not values
         out = self.infer(x0, xt, t.float(), knobs, rng)
         weight = {"objective": 1, "nelbo": 0, "bound": steps}[convention.kind]
-        return max(steps, 1) * reveal * masked_nll(out.log_x_theta, x0).double() + weight * out.kl.double()
+        nll = -log_token_of(out, x0).sum(-1).double()
+        return max(steps, 1) * reveal * nll + weight * out.kl.double()
 
     def _weighted_step(
         self,
@@ -203,7 +277,7 @@ class MaskedDiffusion(Method):
         revealed = (xt == self.space.mask_id) & (u < reveal[:, None])
         many = [value.repeat_interleave(draws, dim=0) for value in (x0, xt, t.float(), revealed)]
         out = self.weigh(many[0], many[1], many[2], rng)
-        log_token = out.log_x_theta.gather(-1, many[0][..., None]).squeeze(-1).double()
+        log_token = log_token_of(out, many[0]).double()
         log_weight = out.log_ratio.double() + torch.where(many[3], log_token, 0.0).sum(-1)
         return math.log(draws) - log_weight.view(-1, draws).logsumexp(-1)
 
@@ -229,12 +303,40 @@ class MaskedDiffusion(Method):
         *,
         given: Int[Tensor, "n L"] | None = None,
         on_step: Callable[[StepEvent], None] | None = None,
+        sampler: SamplerConfig | None = None,
     ) -> Int[Tensor, "n L"]:
-        """Algo. 2 from all masks, or from `given` tokens."""
-        device = next(self.parameters()).device
-        x = torch.full((n, self.space.length), self.space.mask_id, device=device) if given is None else given.to(device)
-        if x.shape != (n, self.space.length):
-            raise ValueError(f"given: expected shape {(n, self.space.length)}, got {tuple(x.shape)}")
-        if x.min() < 0 or x.max() >= self.space.size:
-            raise ValueError(f"given: tokens must be in 0..{self.space.size - 1} ({self.space.mask_id} is the mask)")
-        return ancestral(self.denoise, x, self.config.schedule, steps, rng, mask_id=self.space.mask_id, on_step=on_step)
+        """Algo. 2 from all masks, or from `given` tokens.
+
+        With a `sampler` of another kind than plain no row takes more than `steps` network calls, and most take fewer.
+        """
+        sampler = sampler or SamplerConfig()
+        self._check_sampler(sampler)
+        x = start_rows(given, n, self.space, next(self.parameters()).device)
+        chain = (x, self.config.schedule, steps, rng)
+        mask_id, nucleus = self.space.mask_id, sampler.nucleus
+        if sampler.kind == "reveal-first":
+            return reveal_first(
+                self._draft, self.backbone.read, *chain, mask_id=mask_id, nucleus=nucleus, on_step=on_step
+            )
+        draw = cached if sampler.kind == "cached" else ancestral
+        return draw(self.denoise, *chain, mask_id=mask_id, nucleus=nucleus, on_step=on_step)
+
+    def _draft(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Float[Tensor, "B L K"]:
+        return self.backbone.features(xt, t, **self.prior(xt, rng))[0]
+
+    def _check_sampler(self, sampler: SamplerConfig) -> None:
+        network = type(self.backbone).__name__
+        if sampler.kind == "cached" and self.reads_time:
+            raise ConfigError(
+                [
+                    f"sampler.kind: cached reuses a prediction at a later time, but this {network} reads the time; use "
+                    "plain, or a dit with backbone.time_conditioning=false"
+                ]
+            )
+        if sampler.kind == "reveal-first" and not self.backbone.has_features:
+            raise ConfigError(
+                [
+                    f"sampler.kind: reveal-first reads single positions, which {network} cannot (no features and "
+                    "read); use plain, or a dit"
+                ]
+            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import ConfigError, option
 from emoe.diffusion.masking import subs
-from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
+from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, Predicted, log_token_of
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
@@ -75,6 +75,8 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 
     def conflicts(self) -> Iterator[str]:
         """What cannot go together."""
+        if self.head_chunk and self.last_block == "summed":
+            yield "head_chunk: summing the last block needs all logits at once; use 0, or last_block drawn"
         if self.top_k > self.experts:
             yield f"top_k: must be in 1..experts = {self.experts}, got {self.top_k}"
         if self.estimator == "pathwise" and self.gradient == "none":
@@ -87,7 +89,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 
     def wants(self) -> Wants:
         """Routed experts, and marks if the posterior is to see the mask pattern."""
-        return Wants(experts=self.experts, marks=self.mask_aware)
+        return Wants(experts=self.experts, marks=self.mask_aware, head_chunk=self.head_chunk)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> EMoE:
         """Make the method."""
@@ -98,12 +100,17 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 class Passes:
     """Both passes of Algo. 1 for K draws of each row; N = B * K rows, the draws of a row one after the other."""
 
-    log_x_theta: Float[Tensor, "N L V"]
+    out: Predicted
     post: tuple[Float[Tensor, "N _P E"], ...]  # posterior logits of the drawn blocks
     prior: tuple[Float[Tensor, "N _P E"], ...]
     routes: tuple[Int[Tensor, "N _P"], ...]  # the drawn experts
     learned: tuple[Tensor, ...]  # 1 where a position carries: where the posterior is one of its own
     summed: Float[Tensor, "N P E"] | None = None  # prior logits of a last block that is summed out
+
+    @property
+    def log_x_theta(self) -> Float[Tensor, "N L V"] | None:
+        """See `Predicted`."""
+        return self.out.log_x_theta
 
 
 class EMoE(MaskedDiffusion):
@@ -146,7 +153,7 @@ class EMoE(MaskedDiffusion):
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
         kl = route_kl(passes.post, passes.prior)
         return Inference(passes.log_x_theta, kl.sum(-1), self._balance(passes), self._log(kl, passes),
-                         self._train_kl(kl, passes, xt))  # fmt: skip
+                         self._train_kl(kl, passes, xt), passes.out.log_token)  # fmt: skip
 
     def objective(
         self,
@@ -162,7 +169,7 @@ class EMoE(MaskedDiffusion):
             return super().objective(x0, xt, t, knobs, rng)
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng, draws=config.draws)
         kl, beta = route_kl(passes.post, passes.prior), self.kl_weight(t, knobs)
-        log_token = passes.log_x_theta.gather(-1, x0.repeat_interleave(config.draws, dim=0)[..., None]).squeeze(-1)
+        log_token = log_token_of(passes.out, x0.repeat_interleave(config.draws, dim=0))
         f = config.schedule.elbo_weight(t)[:, None, None] * log_token.unflatten(0, (len(x0), config.draws))
         recon, kl_row = -f.sum(-1).mean(1), kl.sum(-1).view(len(x0), -1).mean(1)
         log = self._log(kl, passes)
@@ -184,7 +191,7 @@ class EMoE(MaskedDiffusion):
         """log p(z | xt) - log q(z | x0): both routers' log-probabilities of the drawn z, over blocks and positions."""
         passes = self._both_passes(x0, xt, t, 1.0, rng)
         r, s = self._log_routes(passes)
-        return Weighed(passes.log_x_theta, (r - s).sum(-1))
+        return Weighed(passes.log_x_theta, (r - s).sum(-1), passes.out.log_token)
 
     def _both_passes(
         self,
@@ -217,18 +224,18 @@ class EMoE(MaskedDiffusion):
         rows, times = torch.cat([x0, xt]), torch.cat([t, t])
         marks = torch.cat([masked, torch.zeros_like(masked)]) if config.mask_aware else None
         route = paired(keep, blocks, coding)
-        many = xt.repeat_interleave(draws, dim=0) if draws > 1 else xt
+        target, many = (value.repeat_interleave(draws, dim=0) if draws > 1 else value for value in (x0, xt))
         last = None
         if summed:
             each, route_logits = self.backbone.forward_last(rows, times, marks=marks, route=route)
             last = route_logits[-1]
-            logits = _mixture(each, last, self.space.mask_id)
+            mixed = _mixture(each, last, self.space.mask_id)
+            out = Predicted(subs(mixed, many, self.space.mask_id), None, route_logits)
         else:
-            out = self.backbone(rows, times, marks=marks, route=route)
-            logits, route_logits = out.logits, out.route_logits
+            out = self.predict(target, many, rows, times, marks=marks, route=route)
         post, prior, learned = [], [], []
         for d in range(blocks):
-            clean, noisy = route_logits[d].chunk(2)
+            clean, noisy = out.route_logits[d].chunk(2)
             clean = carried(clean, noisy, d, coding)
             again = draws if d == 0 and draws > 1 else 1
             post.append(clean.repeat_interleave(again, dim=0) if again > 1 else clean)
@@ -239,8 +246,7 @@ class EMoE(MaskedDiffusion):
                 else carries(d, coding, positions, clean.device).to(clean.dtype)
             )  # fmt: skip
         routes = tuple(gate.expert[..., 0] for gate in gates)
-        log_x_theta = subs(logits, many, self.space.mask_id)
-        return Passes(log_x_theta, tuple(post), tuple(prior), routes, tuple(learned), last)
+        return Passes(out, tuple(post), tuple(prior), routes, tuple(learned), last)
 
     def _log_routes(self, passes: Passes) -> tuple[Float[Tensor, "N G"], Float[Tensor, "N G"]]:
         """log p and log q of the drawn routes at each position of the coarsest block, summed over blocks.
@@ -259,8 +265,12 @@ class EMoE(MaskedDiffusion):
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """z ~ p(z | xt) drawn block by block within the one network call (Algo. 2)."""
-        out = self.backbone(xt, t, route=sharpened(rng.stream("route"), self.config.route_tau))
+        out = self.backbone(xt, t, **self.prior(xt, rng))
         return Denoised(subs(out.logits, xt, self.space.mask_id), out.gates)
+
+    def prior(self, xt: Int[Tensor, "B L"], rng: Rng) -> dict[str, Any]:
+        """The policy that draws each route from the router, sharpened by `route_tau`."""
+        return {"route": sharpened(rng.stream("route"), self.config.route_tau)}
 
     def _train_kl(self, kl: Float[Tensor, "N D"], passes: Passes, xt: Int[Tensor, "N L"]) -> Float[Tensor, " N"] | None:
         """What the training loss counts in place of the KL: masked positions only, or blocks beyond their free nats."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -43,12 +44,18 @@ class MDLM(MaskedDiffusion):
         rng: Rng,
     ) -> Inference:
         """There is no latent: the posterior pass is the prior pass, the KL is 0."""
-        return Inference(self.denoise(xt, t, rng).log_x_theta, torch.zeros_like(t))
+        out = self.predict(x0, xt, xt, t)
+        return Inference(out.log_x_theta, torch.zeros_like(t), log_token=out.log_token)
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """p(x_s | x_t) of Eq. 3."""
         return Denoised(subs(self.backbone(xt, t).logits, xt, self.space.mask_id))
 
+    def prior(self, xt: Int[Tensor, "B L"], rng: Rng) -> dict[str, Any]:
+        """There is no latent."""
+        return {}
+
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
         """Nothing to draw: the weight is 1."""
-        return Weighed(self.denoise(xt, t, rng).log_x_theta, torch.zeros_like(t))
+        out = self.predict(x0, xt, xt, t)
+        return Weighed(out.log_x_theta, torch.zeros_like(t), out.log_token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +14,8 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.config import option
 from emoe.diffusion.categorical import gaussian_kl
-from emoe.diffusion.masking import masked_nll, subs
-from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
+from emoe.diffusion.masking import subs
+from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, Predicted, log_token_of
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng
 from emoe.routing.estimators import SMALLEST_BETA
@@ -36,7 +37,7 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
 
     def wants(self) -> Wants:
         """A latent vector and an encoder of mean and log standard deviation."""
-        return Wants(cond=self.latent, encoder=2 * self.latent)
+        return Wants(cond=self.latent, encoder=2 * self.latent, head_chunk=self.head_chunk)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> VADD:
         """Make the method."""
@@ -50,7 +51,7 @@ class Drawn:
     mean: Float[Tensor, "N Z"]
     log_std: Float[Tensor, "N Z"]
     log_ratio: Float[Tensor, " N"]  # log N(z; 0, I) - log N(z; mean, std^2)
-    log_x_theta: Float[Tensor, "N L V"]
+    out: Predicted
 
 
 class VADD(MaskedDiffusion):
@@ -78,7 +79,8 @@ class VADD(MaskedDiffusion):
     ) -> Inference:
         """z = mean + std * noise from the encoder's Gaussian, which sees x0, t and the mask pattern of xt."""
         drawn = self._posterior(x0, xt, t, rng)
-        return Inference(drawn.log_x_theta, gaussian_kl(drawn.mean, drawn.log_std))
+        kl = gaussian_kl(drawn.mean, drawn.log_std)
+        return Inference(drawn.out.log_x_theta, kl, log_token=drawn.out.log_token)
 
     def objective(
         self,
@@ -97,7 +99,7 @@ class VADD(MaskedDiffusion):
         if draws == 1:
             return super().objective(x0, xt, t, knobs, rng)
         drawn = self._posterior(x0, xt, t, rng, draws)
-        nll = masked_nll(drawn.log_x_theta, x0.repeat_interleave(draws, dim=0)).view(len(x0), draws)
+        nll = -log_token_of(drawn.out, x0.repeat_interleave(draws, dim=0)).sum(-1).view(len(x0), draws)
         recon = self.config.schedule.elbo_weight(t)[:, None] * nll
         beta = self.kl_weight(t, knobs).clamp(min=SMALLEST_BETA)
         value = drawn.log_ratio.view(len(x0), draws) - recon / (beta[:, None] if beta.ndim else beta)
@@ -108,7 +110,7 @@ class VADD(MaskedDiffusion):
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
         """log N(z; 0, I) - log N(z; mean, std^2) for z = mean + std * noise."""
         drawn = self._posterior(x0, xt, t, rng)
-        return Weighed(drawn.log_x_theta, drawn.log_ratio)
+        return Weighed(drawn.out.log_x_theta, drawn.log_ratio, drawn.out.log_token)
 
     def _posterior(
         self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng, draws: int = 1
@@ -116,18 +118,22 @@ class VADD(MaskedDiffusion):
         """The encoder's Gaussian and `draws` of it for each row, under which the network runs in one call."""
         mean, log_std = self.encoder(x0, t, xt == self.space.mask_id).chunk(2, dim=-1)
         if draws > 1:
-            mean, log_std, xt, t = (value.repeat_interleave(draws, dim=0) for value in (mean, log_std, xt, t))
+            mean, log_std = mean.repeat_interleave(draws, dim=0), log_std.repeat_interleave(draws, dim=0)
+            x0, xt, t = (value.repeat_interleave(draws, dim=0) for value in (x0, xt, t))
         noise = self._noise(mean, rng)
         z = mean + log_std.exp() * noise
         log_ratio = (0.5 * (noise.square() - z.square()) + log_std).sum(-1)
-        logits = self.backbone(xt, t, cond=z).logits
-        return Drawn(mean, log_std, log_ratio, subs(logits, xt, self.space.mask_id))
+        return Drawn(mean, log_std, log_ratio, self.predict(x0, xt, xt, t, cond=z))
 
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
         """z ~ N(0, I), then one factorised step."""
+        prior = self.prior(xt, rng)
+        return Denoised(subs(self.backbone(xt, t, **prior).logits, xt, self.space.mask_id), prior["cond"])
+
+    def prior(self, xt: Int[Tensor, "B L"], rng: Rng) -> dict[str, Any]:
+        """z ~ N(0, I)."""
         like = torch.empty(len(xt), self.config.latent, device=xt.device, dtype=next(self.parameters()).dtype)
-        z = self._noise(like, rng)
-        return Denoised(subs(self.backbone(xt, t, cond=z).logits, xt, self.space.mask_id), z)
+        return {"cond": self._noise(like, rng)}
 
     @staticmethod
     def _noise(like: Float[Tensor, "B Z"], rng: Rng) -> Float[Tensor, "B Z"]:

@@ -1,0 +1,72 @@
+"""Large vocabularies: what a loss needs of the logits, without holding the logits of all positions at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as nnf
+
+
+def total_and_target(
+    h: Float[Tensor, "B L K"],
+    weight: Float[Tensor, "V K"],
+    bias: Float[Tensor, " V"],
+    target: Int[Tensor, "B L"],
+    chunk: int,
+) -> tuple[Float[Tensor, "B L"], Float[Tensor, "B L"]]:
+    """log sum_y exp(a_y) and a_target of the logits a = W h + b, made for `chunk` positions at a time.
+
+    Logits are made twice, in the forward and in the backward pass, and each time dropped when their chunk is done:
+    chunk * V numbers are held in place of several times B * L * V. Values and gradients are those of all at once, in
+    the precision of autocast where it is on. Shapes do not depend on the data, so that a CUDA graph can hold it; so
+    positions that a loss leaves out are read too, and with a zero coming back their gradient is exactly zero. Entries
+    of -inf in the bias have no part in the sum.
+    """
+    total, chosen = _TotalAndTarget.apply(h.flatten(0, 1), weight, bias, target.flatten(), chunk)
+    return total.view(target.shape), chosen.view(target.shape)
+
+
+class _TotalAndTarget(torch.autograd.Function):
+    """d total / d a = softmax(a), d a_target / d a = one-hot; the logits are made anew for it."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor, target: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        device, dtype = h.device.type, h.dtype
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        totals, chosen = [], []
+        w, b = weight.to(dtype), bias.to(dtype)
+        for part, y in zip(h.split(chunk), target.split(chunk), strict=True):
+            logits = _logits(part.to(dtype), w, b)
+            totals.append(logits.logsumexp(-1))
+            chosen.append(logits.gather(-1, y[:, None]).squeeze(-1))
+        total = torch.cat(totals)
+        ctx.save_for_backward(h, weight, bias, target, total)
+        ctx.chunk, ctx.dtype = chunk, dtype
+        return total, torch.cat(chosen)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_total: Tensor, by_chosen: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight, bias, target, total = ctx.saved_tensors
+        w, b = weight.to(ctx.dtype), bias.to(ctx.dtype)
+        grad_h, grad_weight, grad_bias = torch.empty_like(h), torch.zeros_like(weight), torch.zeros_like(bias)
+        for start in range(0, len(h), ctx.chunk):
+            here = slice(start, start + ctx.chunk)
+            part = h[here].to(ctx.dtype)
+            by_logits = (_logits(part, w, b) - total[here, None]).exp_().mul_(by_total[here, None])
+            by_logits.scatter_add_(1, target[here, None], by_chosen[here, None])
+            grad_bias += by_logits.sum(0)
+            by_logits = by_logits.to(ctx.dtype)
+            grad_h[here] = by_logits @ w
+            grad_weight += by_logits.T @ part
+        return grad_h, grad_weight, grad_bias, None, None
+
+
+def _logits(h: Float[Tensor, "N K"], weight: Float[Tensor, "V K"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
+    """W h + b in at least single precision."""
+    logits = nnf.linear(h, weight, bias)
+    return logits if logits.dtype == torch.float64 else logits.float()

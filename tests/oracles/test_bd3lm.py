@@ -1,0 +1,388 @@
+"""BD3-LM: its attention, its loss and bounds against sums over all rows, its samplers with and without a cache."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from enumeration import ALPHA, all_rows, chi_square
+from torch import Tensor
+
+from emoe.backbones.dit import DiTConfig
+from emoe.backbones.transformer import TransformerConfig
+from emoe.config import ConfigError
+from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
+from emoe.evaluation.likelihood import default_conventions, estimate_nll
+from emoe.evaluation.pools import draw_pool
+from emoe.methods.bd3lm import BD3LM, BD3LMConfig, block_mask
+from emoe.methods.mdlm import MDLMConfig
+from emoe.rng import Rng
+from emoe.types import Convention, StepEvent, TokenSpace
+
+SPACE = TokenSpace(size=3, mask_id=1, length=4)
+MASK = SPACE.mask_id
+CLEAN = all_rows([0, 2], SPACE.length)
+Row = tuple[int, ...]
+
+
+def sizes(**other: object) -> DiTConfig:
+    small = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 4, "time_size": 4, "dropout": 0.0}
+    return DiTConfig(**(small | other))
+
+
+@pytest.fixture
+def build(scramble):
+    """A factory of tiny methods in float64; equal seeds give equal weights, whatever the block."""
+
+    def make(block: int, *, space: TokenSpace = SPACE, seed: int = 5, **other: object) -> BD3LM:
+        return scramble(BD3LMConfig(block=block, **other).build(space, sizes()).double(), seed)
+
+    return make
+
+
+def number(rows: Tensor) -> Tensor:
+    """Place of clean rows in CLEAN."""
+    return ((rows == 2).long() * torch.tensor([8, 4, 2, 1])).sum(-1)
+
+
+class Exact:
+    """Sums over rows, masks and orders; the network is asked for one block behind its clean prefix at a time."""
+
+    def __init__(self, method: BD3LM):
+        self.method, self.block = method, method.config.block
+        self.tokens = functools.cache(self._tokens)
+        self.blocks = [tuple(row) for row in all_rows(range(SPACE.size), self.block).tolist()]
+
+    @torch.no_grad()
+    def _tokens(self, prefix: Row, noisy: Row) -> list[list[float]]:
+        """p(x^l | noisy block, clean prefix) for each place of the block and symbol."""
+        x = torch.tensor([[*prefix, *noisy]])
+        part = torch.arange(x.shape[1]) // self.block
+        logits = self.method.backbone(x, torch.zeros(1), attend=part[:, None] >= part).logits[0, len(prefix) :]
+        return torch.softmax(logits, -1).tolist()
+
+    def step(self, prefix: Row, noisy: Row, reveal: float) -> dict[Row, float]:
+        """p(x_s | x_t) of a block for a chance of being revealed."""
+        probs = self.tokens(prefix, noisy)
+        moves = [
+            {v: reveal * p for v, p in enumerate(row) if v != MASK} | {MASK: 1 - reveal} if old == MASK else {old: 1.0}
+            for row, old in zip(probs, noisy, strict=True)
+        ]
+        return {
+            after: math.prod(m[v] for m, v in zip(moves, after, strict=True)) for after in itertools.product(*moves)
+        }
+
+    def law(self, steps: int, given: Row = (MASK,) * 4) -> Tensor:
+        """Law of the sampler with `steps` in each block, over CLEAN; the linear schedule reveals 1 in i at t = i/T."""
+        rows: dict[Row, float] = {(): 1.0}
+        for start in range(0, SPACE.length, self.block):
+            grown: dict[Row, float] = {}
+            for prefix, mass in rows.items():
+                block = {given[start : start + self.block]: mass}
+                for i in range(steps, 0, -1):
+                    after: dict[Row, float] = {}
+                    for noisy, weight in block.items():
+                        for new, p in self.step(prefix, noisy, 1 / i).items():
+                            after[new] = after.get(new, 0.0) + weight * p
+                    block = after
+                grown |= {(*prefix, *new): weight for new, weight in block.items() if MASK not in new}
+            rows = grown
+        return torch.tensor([rows.get(tuple(row), 0.0) for row in CLEAN.tolist()], dtype=torch.float64)
+
+    def sum(self, row: Row, weight) -> float:
+        """Sum over blocks and mask patterns of weight(number of masks) * masked NLL."""
+        total = 0.0
+        for start in range(0, SPACE.length, self.block):
+            prefix, block = row[:start], row[start : start + self.block]
+            for pattern in itertools.product((False, True), repeat=self.block):
+                noisy = tuple(MASK if hidden else v for v, hidden in zip(block, pattern, strict=True))
+                probs = self.tokens(prefix, noisy)
+                nll = -sum(math.log(probs[place][v]) for place, v in enumerate(block) if pattern[place])
+                total += weight(sum(pattern)) * nll
+        return total
+
+    def bound(self, steps: int) -> Tensor:
+        """bound@T of every clean row."""
+        size = self.block
+
+        def weight(k: int) -> float:
+            return sum((i / steps) ** k * (1 - i / steps) ** (size - k) / i for i in range(1, steps + 1))
+
+        return torch.tensor([self.sum(tuple(row), weight) for row in CLEAN.tolist()], dtype=torch.float64)
+
+    def nelbo(self) -> Tensor:
+        """The integral over t of t^k (1 - t)^(S - k) / t is the Beta function at (k, S - k + 1)."""
+
+        def weight(k: int) -> float:
+            return math.gamma(k) * math.gamma(self.block - k + 1) / math.gamma(self.block + 1) if k else 0.0
+
+        return torch.tensor([self.sum(tuple(row), weight) for row in CLEAN.tolist()], dtype=torch.float64)
+
+    def limit(self) -> Tensor:
+        """-log p of every clean row for many steps: tokens of a block one by one, in every order alike."""
+        found = []
+        for row in CLEAN.tolist():
+            total = 0.0
+            for start in range(0, SPACE.length, self.block):
+                prefix, block = tuple(row[:start]), row[start : start + self.block]
+                orders = list(itertools.permutations(range(self.block)))
+                mean = 0.0
+                for order in orders:
+                    noisy, p = [MASK] * self.block, 1.0
+                    for place in order:
+                        p *= self.tokens(prefix, tuple(noisy))[place][block[place]]
+                        noisy[place] = block[place]
+                    mean += p / len(orders)
+                total -= math.log(mean)
+            found.append(total)
+        return torch.tensor(found, dtype=torch.float64)
+
+
+# --- Attention ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "block"), [(4, 1), (4, 2), (4, 4), (6, 3), (1, 1)])
+def test_the_mask_is_its_definition(length: int, block: int):
+    mask = block_mask(length, block)
+    assert mask.shape == (2 * length, 2 * length)
+    for q, k in itertools.product(range(2 * length), repeat=2):
+        b_q, b_k = q % length // block, k % length // block
+        if q < length:
+            want = b_q == b_k if k < length else b_k < b_q
+        else:
+            want = k >= length and b_k <= b_q
+        assert mask[q, k].item() == want, (q, k)
+
+
+def test_what_a_block_does_not_see_does_not_matter(build):
+    """Blocks of two: logits of a block move with its own xt and with x0 of earlier blocks, and with nothing else."""
+    space = TokenSpace(size=3, mask_id=1, length=6)
+    method = build(2, space=space)
+    xt, x0 = torch.tensor([[1, 0, 2, 1, 1, 1]]), torch.tensor([[2, 0, 2, 2, 0, 2]])
+    start = method.logits(xt, x0)[..., [0, 2]]
+    for half, place in itertools.product(range(2), range(6)):
+        rows = [xt.clone(), x0.clone()]
+        rows[half][0, place] = (rows[half][0, place] + 1) % 3
+        moved = (method.logits(*rows)[..., [0, 2]] - start).abs().amax((0, 2)).view(3, 2).amax(-1)
+        for block in range(3):
+            seen = place // 2 == block if half == 0 else place // 2 < block
+            assert moved[block] > 1e-9 if seen else moved[block] == 0, (half, place, block)
+
+
+# --- Loss and likelihoods ----------------------------------------------------------------------------------------
+
+
+def test_one_block_is_mdlm(build, scramble):
+    """With block = L: loss, gradients, likelihoods and samples of MDLM with the same weights and streams."""
+    for schedule in (None, CosineSchedule()):
+        more = {"t_low": 0.1} | ({} if schedule is None else {"schedule": schedule})
+        method = build(4, **more)
+        plain = scramble(MDLMConfig(**more).build(SPACE, sizes()).double(), 5)
+        losses = [one(CLEAN, {}, Rng(3).at(2)).total for one in (method, plain)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-12)
+        for loss in losses:
+            loss.backward()
+        want = dict(plain.named_parameters())
+        assert {name for name, _ in method.named_parameters()} == set(want)
+        for name, parameter in method.named_parameters():
+            assert torch.allclose(parameter.grad, want[name].grad, atol=1e-12), name
+        for convention in map(Convention.parse, ("nelbo", "bound@1", "bound@3")):
+            a, b = (one.nll_bound(CLEAN, convention, Rng(4)) for one in (method, plain))
+            assert torch.allclose(a, b, atol=1e-12)
+        assert torch.equal(method.sample(200, 3, Rng(5)), plain.sample(200, 3, Rng(5).fork("block", 0)))
+
+
+def test_every_block_has_a_time_of_its_own_in_a_stratum_of_its_own(build):
+    method = build(2)
+    t = method.times(50, Rng(0).at(1), 0.2)
+    assert t.shape == (50, 2) and ((t > 0.2) & (t <= 1)).all()
+    strata = ((t.double().flatten() - 0.2) / 0.8 * 100).ceil().long().sort().values
+    assert torch.equal(strata, torch.arange(1, 101))
+    halves = torch.cat([method.times(25, Rng(0, rank=rank, world=2).at(1), 0.2) for rank in (0, 1)])
+    assert torch.equal(halves, t)
+
+
+def test_masks_follow_the_time_of_their_block(build):
+    method = build(2)
+    t = torch.tensor([[1.0, 0.25]]).expand(20_000, -1)
+    masked = method.mask(CLEAN[3:4].expand(20_000, -1), t, Rng(0)) == MASK
+    assert masked[:, :2].all() and masked[:, 2:].double().mean().item() == pytest.approx(0.25, abs=0.01)
+    both = (masked[:, 2] & masked[:, 3]).double().mean().item()
+    assert both == pytest.approx(0.0625, abs=0.01)
+
+
+def test_the_loss_is_the_weighted_sum_over_blocks(build):
+    """Against one network call for each block behind its prefix."""
+    method, rows = build(2), CLEAN[[3, 9, 14]]
+    exact, rng = Exact(method), Rng(7).at(0)
+    t = method.times(3, rng)
+    xt = method.mask(rows, t, rng)
+    want = 0.0
+    for row, noisy, times in zip(rows.tolist(), xt.tolist(), t.double().tolist(), strict=True):
+        for b, time in enumerate(times):
+            probs = exact.tokens(tuple(row[: 2 * b]), tuple(noisy[2 * b : 2 * b + 2]))
+            hidden = [place for place in range(2) if noisy[2 * b + place] == MASK]
+            want -= sum(math.log(probs[place][row[2 * b + place]]) for place in hidden) / time
+    assert (xt == MASK).any() and method(rows, {}, Rng(7).at(0)).total.item() == pytest.approx(want / 12, rel=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_bounds_hold_and_are_tight_where_nothing_is_lost(build, block: int):
+    for seed in range(3):
+        exact = Exact(build(block, seed=seed))
+        for steps in (1, 2, 3):
+            law = exact.law(steps)
+            assert law.sum().item() == pytest.approx(1, abs=1e-12)
+            gap = exact.bound(steps) + law.log()
+            assert (gap > -1e-12).all()
+            # A block in one step is factorised, and so is a block of one token in any number of them.
+            assert gap.max() < 1e-12 if steps == 1 or block == 1 else gap.max() > 1e-6
+        gap = exact.nelbo() - exact.limit()
+        assert (gap > -1e-12).all() and (gap.max() < 1e-12 if block == 1 else gap.max() > 1e-6)
+
+
+@pytest.mark.parametrize("block", [2, 4])
+def test_estimates_have_the_enumerated_means(build, block: int):
+    method = build(block)
+    exact = Exact(method)
+    for name, want in (("nelbo", exact.nelbo()), ("bound@1", exact.bound(1)), ("bound@3", exact.bound(3))):
+        many = CLEAN.repeat(50, 1)
+        draws = torch.stack([method.nll_bound(many, Convention.parse(name), Rng(k)).mean() for k in range(30)])
+        error = draws.std() / math.sqrt(len(draws))
+        assert abs(draws.mean() - want.mean()) < 4 * error + 1e-12, name
+
+
+def test_one_step_for_each_token_is_autoregressive(build):
+    """block = 1: p(x) = prod p(x^l | a mask at l, x^<l), which bound@1 gives without noise."""
+    method = build(1)
+    law = torch.ones(len(CLEAN), dtype=torch.float64)
+    up_to_oneself = torch.ones(4, 4, dtype=torch.bool).tril()
+    for n, row in enumerate(CLEAN.tolist()):
+        for place, symbol in enumerate(row):
+            x, size = torch.tensor([[*row[:place], MASK]]), place + 1
+            out = method.backbone(x, torch.zeros(1), attend=up_to_oneself[:size, :size])
+            law[n] *= torch.softmax(out.logits[0, -1], -1)[symbol].item()
+    assert torch.allclose(Exact(method).law(1), law, atol=1e-14)
+    assert torch.allclose(method.nll_bound(CLEAN, Convention.parse("bound@1"), Rng(3)), -law.log(), atol=1e-12)
+
+
+def test_likelihoods_it_has_and_those_it_has_not(build):
+    method = build(2)
+    assert [str(name) for name in default_conventions(method)] == ["bound@1", "bound@4", "nelbo"]
+    assert estimate_nll(method, CLEAN, Convention.parse("nelbo"), repeats=3).stderr > 0
+    for name in ("objective", "exact", "iw@1,4"):
+        with pytest.raises(ConfigError, match=f"'bd3lm' has no {name}; ask for nelbo or bound@T"):
+            method.nll_bound(CLEAN, Convention.parse(name), Rng(0))
+    with pytest.raises(ConfigError, match="needs all tokens masked at t = 1; schedule 'loglinear'"):
+        build(2, schedule=LogLinearSchedule()).nll_bound(CLEAN, Convention.parse("bound@2"), Rng(0))
+
+
+# --- Sampling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "plain"])
+@pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
+def test_the_sampler_has_the_law(build, block: int, each: int, cached: bool):
+    method = build(block)
+    rows = method.sample(5_000, each * SPACE.length // block, Rng(2), cached=cached)
+    assert (rows != MASK).all()
+    assert chi_square(torch.bincount(number(rows), minlength=16), Exact(method).law(each)) > ALPHA
+
+
+@pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (6, 4), (12, 5)])
+def test_the_cache_changes_no_token(build, block: int, each: int):
+    space = TokenSpace(size=5, mask_id=1, length=12)
+    method, steps = build(block, space=space), each * 12 // block
+    given = torch.tensor([0, 2, 3, 4])[torch.randint(4, (200, 12), generator=torch.Generator().manual_seed(1))]
+    holes = torch.rand(given.shape, generator=torch.Generator().manual_seed(2)) < 0.6
+    for start in (None, given.masked_fill(holes, MASK)):
+        rows = [method.sample(200, steps, Rng(4), given=start, cached=cached) for cached in (True, False)]
+        assert torch.equal(*rows) and (rows[0] != MASK).all() and len(rows[0].unique(dim=0)) > 100
+        assert torch.equal(rows[0], method.sample(200, steps, Rng(4), given=start))
+        assert not torch.equal(rows[0], method.sample(200, steps, Rng(5), given=start))
+    assert torch.equal(rows[0][~holes], given[~holes])
+
+
+def test_blocks_draw_noise_of_their_own():
+    """All logits are 0: two blocks with the same noise would be equal."""
+    method = BD3LMConfig(block=2).build(SPACE, sizes())
+    rows = method.sample(4_000, 2, Rng(0))
+    assert chi_square(torch.bincount(number(rows), minlength=16), torch.full((16,), 1 / 16)) > ALPHA
+
+
+@pytest.mark.parametrize(("block", "steps"), [(2, 2), (2, 4), (2, 6), (4, 1), (4, 3), (1, 4), (1, 8)])
+def test_steps_are_network_calls(build, block: int, steps: int):
+    method = build(block)
+    assert draw_pool(method, 7, steps, seed=1, batch=3).nfe == steps  # it compares the calls with the steps
+    assert draw_pool(method, 2, steps, seed=1, given=torch.tensor([[0, 2, 1, 1], [0, 0, 2, 2]])).nfe == steps
+
+
+def test_steps_that_do_not_fit_the_blocks_are_refused(build):
+    for steps in (0, 1, 3, 5):
+        with pytest.raises(ConfigError, match=f"4 / 2 = 2 blocks, so steps must be one of 2, 4, 6, ...; got {steps}"):
+            build(2).sample(1, steps, Rng(0))
+    with pytest.raises(ConfigError, match=r"one of 4, 8, 12"):
+        build(1).sample(1, 6, Rng(0))
+    with pytest.raises(ValueError, match="expected shape"):
+        build(2).sample(2, 2, Rng(0), given=torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_given_tokens_stay_and_blocks_know_those_before_them(build):
+    """A given prefix is continued from the conditional; a token of a later block is kept, and unknown before it."""
+    method, n = build(2), 10_000
+    exact = Exact(method)
+    for given in ((0, 2, MASK, MASK), (MASK, 2, MASK, MASK), (MASK, MASK, MASK, 0)):
+        start = torch.tensor([given]).repeat(n, 1)
+        before = start.clone()
+        rows = method.sample(n, 4, Rng(6), given=start)
+        assert torch.equal(start, before) and torch.equal(rows[start != MASK], start[start != MASK])
+        assert chi_square(torch.bincount(number(rows), minlength=16), exact.law(2, given)) > ALPHA
+    whole = exact.law(2)
+    prefix = torch.where((CLEAN[:, 0] == 0) & (CLEAN[:, 1] == 2), whole, 0.0)
+    assert torch.allclose(exact.law(2, (0, 2, MASK, MASK)), prefix / prefix.sum(), atol=1e-14)
+    later = exact.law(2, (MASK, MASK, MASK, 0)).view(4, 4).sum(1)
+    assert torch.allclose(later, whole.view(4, 4).sum(1), atol=1e-14)
+
+
+def test_events_speak_of_whole_rows(build):
+    seen: list[StepEvent] = []
+    given = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    rows = build(2).sample(2, 4, Rng(3), given=given, on_step=seen.append)
+    assert [(event.step, event.time) for event in seen] == [(4, 1.0), (3, 0.5), (2, 1.0), (1, 0.5)]
+    assert all(event.x.shape == event.revealed.shape == (2, 4) for event in seen)
+    assert torch.equal(sum(event.revealed.long() for event in seen), (given == MASK).long())
+    assert torch.equal(seen[1].x, torch.cat([rows[:, :2], given[:, 2:]], 1)) and torch.equal(seen[3].x, rows)
+
+
+# --- What it can be built of -------------------------------------------------------------------------------------
+
+
+def test_networks_and_blocks_that_do_not_fit_are_refused():
+    for block in (3, 5, 16):
+        with pytest.raises(ConfigError, match=f"method.block: must divide the length 4, got {block}; allowed: 1, 2, 4"):
+            BD3LMConfig(block=block).build(SPACE, sizes())
+    with pytest.raises(ConfigError, match="block: must be >= 1"):
+        BD3LMConfig(block=0)
+    with pytest.raises(ConfigError, match="backbone.time_conditioning: must be false"):
+        BD3LMConfig(block=2).build(SPACE, sizes(time_conditioning=True))
+    with pytest.raises(ConfigError, match="backbone.causal: must be false"):
+        BD3LMConfig(block=2).build(SPACE, sizes(causal=True))
+    with pytest.raises(ConfigError, match="'transformer' has no 'attend'"):
+        BD3LMConfig(block=2).build(SPACE, TransformerConfig())
+
+
+def test_nothing_but_weights_is_saved(build):
+    method = build(2)
+    assert set(method.state_dict()) == {name for name, _ in method.named_parameters()}
+
+
+def test_the_loss_reads_no_value():
+    """Forward and backward without data, as a captured CUDA graph needs it: on `meta` a value that is read raises."""
+    with torch.device("meta"):
+        method, x = BD3LMConfig(block=2).build(SPACE, sizes()), torch.zeros(5, 4, dtype=torch.long)
+        nll = method.block_nll(x, x)
+        nll.sum().backward()
+    assert nll.shape == (5, 2) and method.backbone.head.weight.grad.shape == (3, 8)
