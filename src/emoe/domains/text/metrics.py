@@ -1,0 +1,128 @@
+"""Measures of rows of tokens that need no judge. They say how varied text is, not whether it is good.
+
+Of each row, as a mean over the rows with its standard error:
+
+- `entropy`: -sum_v (c_v / L) log(c_v / L) in nats, with the count c_v of token v in the row (Eq. 42); at most log L.
+- `distinct_1`, `distinct_2`, `distinct_3`: different runs of n tokens in the row, in percent of its L - n + 1 runs.
+- `repetition`: runs of four tokens that the row had before, in percent of all of them: 100 - distinct_4.
+
+Of the pool as a whole, without standard errors, since they fall as the pool grows (compare pools of one size):
+
+- `pool_distinct_1`, `pool_distinct_2`, `pool_distinct_3`: different runs of n tokens in all rows, in percent of all.
+- `duplicates`: rows that equal an earlier one, in percent.
+
+Against the training rows:
+
+- `copied`: rows that equal a training row in every token, in percent.
+
+None has a best value. Compare with held-out rows: a pool with fewer repetitions than real text is as wrong as one with
+more. What can be gamed: `entropy` and `distinct` by random tokens, `duplicates` by any small change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from numpy.typing import NDArray
+from torch import Tensor
+
+from emoe.rng import derive_seed
+from emoe.types import Measurement
+
+RUNS = (1, 2, 3)  # tokens of the runs that are counted
+REPEATED = 4  # tokens of a repetition
+CHUNK = 1 << 16  # training rows that are read at a time
+
+
+def measure_rows(rows: Int[Tensor, "n L"], trained: KnownRows | None = None) -> list[Measurement]:
+    """All measures of a pool; runs longer than a row are left out, and `copied` without training rows."""
+    rows = rows.cpu()
+    length = rows.shape[1]
+    runs = [size for size in RUNS if size <= length]
+    found = [mean_of("entropy", unigram_entropy(rows))]
+    found += [mean_of(f"distinct_{size}", distinct(rows, size)) for size in runs]
+    if length >= REPEATED:
+        found.append(mean_of("repetition", 100 - distinct(rows, REPEATED)))
+    n = len(rows)
+    found += [Measurement(f"pool_distinct_{size}", pool_distinct(rows, size), None, n) for size in runs]
+    found.append(Measurement("duplicates", 100 * (1 - len(torch.unique(rows, dim=0)) / n), None, n))
+    if trained is not None:
+        share = trained.holds(rows).double().mean().item()
+        found.append(Measurement("copied", 100 * share, 100 * math.sqrt(share * (1 - share) / n), n))
+    return found
+
+
+def unigram_entropy(rows: Int[Tensor, "n L"]) -> Float[Tensor, " n"]:
+    """Entropy in nats of the tokens of each row: the mean over its positions of log(L / count of the token there)."""
+    length = rows.shape[1]
+    counts = torch.stack([(row[:, None] == row).sum(1) for row in rows]) if len(rows) else rows
+    return (length / counts.double()).log().mean(1)
+
+
+def distinct(rows: Int[Tensor, "n L"], size: int) -> Float[Tensor, " n"]:
+    """Different runs of `size` tokens in each row, in percent of its L - size + 1 runs."""
+    runs = _numbered(rows, size).sort(dim=1).values
+    return 100 * ((runs[:, 1:] != runs[:, :-1]).sum(1) + 1).double() / runs.shape[1]
+
+
+def pool_distinct(rows: Int[Tensor, "n L"], size: int) -> float:
+    """Different runs of `size` tokens in all rows together, in percent of their n (L - size + 1) runs."""
+    runs = _numbered(rows, size)
+    return 100 * len(torch.unique(runs)) / runs.numel()
+
+
+def _numbered(rows: Int[Tensor, "n L"], size: int) -> Int[Tensor, "n M"]:
+    """A number for every run of `size` tokens, equal for equal runs and for these alone; M = L - size + 1."""
+    numbers = torch.unique(rows, return_inverse=True)[1]
+    tokens = numbers
+    for shift in range(1, size):
+        # Numbered anew after every token: products of at most (n L)^2 fit in 64 bits, whatever the vocabulary.
+        joined = numbers[:, :-1] * (int(tokens.max()) + 1) + tokens[:, shift:]
+        numbers = torch.unique(joined, return_inverse=True)[1]
+    return numbers
+
+
+class KnownRows:
+    """Rows that other rows are looked up in; 8 bytes of each are kept, the rest is read again where those agree.
+
+    Row x has the key sum_l a_l x_l mod 2^64 with fixed odd numbers a_l.
+    """
+
+    def __init__(self, rows: Integer[Tensor, "N L"]):
+        self.rows = rows
+        draw = np.random.default_rng(derive_seed("known rows"))
+        self._factors = draw.integers(0, 1 << 63, rows.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        keys = [self._keys(part) for part in _chunks(rows)]
+        found = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
+        self._order = np.argsort(found, kind="stable")
+        self._sorted = found[self._order]
+
+    def _keys(self, rows: Integer[Tensor, "n L"]) -> NDArray[np.uint64]:
+        return rows.numpy().astype(np.uint64) @ self._factors
+
+    def holds(self, rows: Int[Tensor, "n L"]) -> Bool[Tensor, " n"]:
+        """Which of these rows are known."""
+        keys = self._keys(rows.cpu())
+        first, last = (np.searchsorted(self._sorted, keys, side) for side in ("left", "right"))
+        return torch.tensor(
+            [self._is_among(row, self._order[a:b]) for row, a, b in zip(rows.cpu(), first, last, strict=True)],
+            dtype=torch.bool,
+        )
+
+    def _is_among(self, row: Int[Tensor, " L"], places: NDArray[np.intp]) -> bool:
+        return any(torch.equal(self.rows[int(place)].long(), row) for place in places)
+
+
+def _chunks(rows: Integer[Tensor, "N L"]) -> Iterator[Integer[Tensor, "_n L"]]:
+    for start in range(0, len(rows), CHUNK):
+        yield rows[start : start + CHUNK]
+
+
+def mean_of(name: str, values: Float[Tensor, " n"]) -> Measurement:
+    """The mean with its standard error, which a single value does not have."""
+    n = len(values)
+    return Measurement(name, float(values.mean()), float(values.std() / n**0.5) if n > 1 else None, n)

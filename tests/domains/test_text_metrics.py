@@ -1,0 +1,74 @@
+"""Measures of rows of tokens: constant and uniform rows, counts by hand, rows that were seen before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from emoe.domains.text import metrics
+from emoe.domains.text.metrics import KnownRows, distinct, measure_rows, pool_distinct, unigram_entropy
+
+
+def test_entropy_of_constant_and_of_all_different_rows():
+    rows = torch.stack([torch.full((128,), 7), torch.arange(128)])
+    assert unigram_entropy(rows).tolist() == pytest.approx([0.0, math.log(128)], abs=1e-12)
+
+
+def plain(row: list[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(row[i : i + size]) for i in range(len(row) - size + 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_runs_are_counted_as_sets_of_tuples(size):
+    rows = torch.randint(0, 4, (30, 17), generator=torch.Generator().manual_seed(size)) * 16_000  # large tokens too
+    expected = [100 * len(set(plain(row, size))) / (18 - size) for row in rows.tolist()]
+    assert distinct(rows, size).tolist() == pytest.approx(expected)
+    together = {run for row in rows.tolist() for run in plain(row, size)}
+    assert pool_distinct(rows, size) == pytest.approx(100 * len(together) / (30 * (18 - size)))
+
+
+def test_repetition_is_the_share_of_runs_that_came_before():
+    row = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    seen, repeated = set(), 0
+    for run in plain(row, 4):
+        repeated += run in seen
+        seen.add(run)
+    found = {item.metric: item for item in measure_rows(torch.tensor([row, list(range(10))]))}
+    assert repeated == 3 and found["repetition"].value == pytest.approx((100 * 3 / 7 + 0) / 2)
+    assert found["repetition"].stderr == pytest.approx(100 * 3 / 7 / 2)  # of two values
+
+
+def test_pool_measures():
+    rows = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [4, 3, 2, 1]])
+    known = KnownRows(torch.tensor([[4, 3, 2, 1], [9, 9, 9, 9], [4, 3, 2, 1]]))
+    found = {item.metric: item for item in measure_rows(rows, known)}
+    assert found["duplicates"].value == pytest.approx(40)
+    assert found["copied"].value == pytest.approx(20) and found["copied"].stderr == pytest.approx(100 * 0.4 / 5**0.5)
+    assert found["pool_distinct_1"].value == pytest.approx(40)
+    assert found["pool_distinct_3"].value == pytest.approx(60)
+    assert found["distinct_3"].value == 100 and found["repetition"].value == 0
+
+
+def test_rows_too_short_for_runs():
+    names = {item.metric for item in measure_rows(torch.tensor([[1, 2], [2, 1]]))}
+    assert names == {"entropy", "distinct_1", "distinct_2", "pool_distinct_1", "pool_distinct_2", "duplicates"}
+    one = measure_rows(torch.tensor([[1]]))
+    assert [item.stderr for item in one] == [None] * len(one)
+
+
+def test_known_rows_are_found_among_many(monkeypatch):
+    monkeypatch.setattr(metrics, "CHUNK", 64)
+    rows = torch.randint(0, 30_000, (1000, 12), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    known = KnownRows(rows)
+    wanted = rows[[0, 63, 64, 999]].long()
+    other = wanted.clone()
+    other[:, 5] += 1
+    assert known.holds(torch.cat([wanted, other])).tolist() == [True] * 4 + [False] * 4
+
+
+def test_equal_keys_are_not_taken_for_equal_rows(monkeypatch):
+    monkeypatch.setattr(KnownRows, "_keys", lambda self, rows: rows.numpy().astype("uint64").sum(1))
+    known = KnownRows(torch.tensor([[1, 2], [5, 5]]))
+    assert known.holds(torch.tensor([[2, 1], [1, 2], [0, 10], [5, 5]])).tolist() == [False, True, False, True]
