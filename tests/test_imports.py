@@ -56,9 +56,11 @@ LAYERS: dict[str, list[str]] = {
     "experiment": [*BASE, "engine.*", "backbones.base", "methods.base", "domains.base"],
     "evaluation*": [*BASE, "experiment", "methods.base", "domains.base"],
     "completion": [*BASE, "experiment", "methods.base", "domains.base", "evaluation.pools"],
+    "progress": ["engine.runlog", "evaluation.likelihood"],
     "recipes*": EVERYTHING,
     "runs": EVERYTHING,
     "pretrained": EVERYTHING,
+    "judges": EVERYTHING,
     "verify": EVERYTHING,
     "studies*": EVERYTHING,
     "commands": EVERYTHING,
@@ -155,7 +157,7 @@ print_grid(metric_grid(results, "toy", "validity"))
 
 OPTIONAL = (
     "tyro rich matplotlib sklearn scipy transformers pandas yaml pydantic tensorboard beartype wandb datasets psutil "
-    "hypothesis pytest omegaconf hydra lightning einops tqdm tokenizers accelerate triton"
+    "hypothesis pytest omegaconf hydra lightning einops tqdm tokenizers accelerate triton mauve faiss"
 )
 
 WITHOUT = """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "list": "show the recipes, or the fields of one",
     "train": "train a recipe, every field overridable",
-    "sample": "draw samples from a trained run, or complete given rows and images",
+    "sample": "draw samples from a trained run, or complete given rows, images and text",
     "eval": "measure a trained run over numbers of steps (NFE)",
     "verify": "check a run, or random tiny models, against exact laws",
     "sweep": "search over settings: many small runs at once, ranked in a table",
@@ -45,6 +45,7 @@ first steps:
   emoe eval runs/a --nfe 1,2,4
   emoe train rows-emoe --domain.path data.npy    your own rows of integers
   emoe sample RUN --given digit.png --keep top-half --nfe 16 --picture filled.png    the rest of an image
+  emoe sample RUN --given "the minister {{3}} on friday." --nfe 16                     a hole of three tokens in a text
 
 `emoe COMMAND --help` explains a command."""
 

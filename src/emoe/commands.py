@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING
 
 from emoe.cli import Parser
 from emoe.config import Config, ConfigError, allowed_range, hint, paths, to_dict, type_name
+from emoe.progress import LINE_SECONDS, meter, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from emoe.evaluation.likelihood import Tick
     from emoe.evaluation.results import Results, Row
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
 INKS = ("auto", "dark", "light")
 LARGEST_SEED = 2**63 - 1
-LINE_SECONDS = 3.0  # between two lines of progress
 FROM_FILES = ("mnist",)  # studies that read data files, and have --data-root
 PICTURED = 1_000  # rows of real data beside samples in a picture
 
@@ -198,17 +201,21 @@ def sample_parser() -> Parser:
     parser = Parser(
         prog="emoe sample",
         description="Draw rows from a trained run, or complete rows of which a part is --given: tokens that are kept "
-        "stay, all others are drawn. --method.route-tau 0 makes E-MoE's routes greedy (the ablation).",
+        "stay, all others are drawn. Of a run on text, samples are text, and so is what is given: [MASK] is a hole of "
+        "one token, {5} of five, ___ of all the room that is left in the row; what follows the text is drawn too. "
+        "--method.route-tau 0 makes E-MoE's routes greedy (the ablation).",
         examples=[
             "emoe sample runs/toy --n 1000 --nfe 2 --out samples.npy --picture samples.png",
             "emoe sample runs/toy --given 12,? --n 5                       the second token for a first one of 12",
             "emoe sample runs/rows --given rows.csv --keep 0-3 --nfe 4     positions 0 to 3 stay",
             "emoe sample runs/digits --given a.png b.png --keep top-half --nfe 16 --n 8 --picture filled.png",
+            "emoe sample runs/news --given 'the minister {3} on friday.' --nfe 16    three tokens, and what follows",
+            "emoe sample runs/news --continue 'the minister said' --nfe 32 --n 3",
         ],
     )
     parser.add_argument("run", help="run folder")
     parser.add_argument("--n", default="10", help="number of rows, or of completions of each given row (default 10)")
-    parser.add_argument("--nfe", default="1", help="network calls (default 1)")
+    parser.add_argument("--nfe", help="network calls; default: the fewest of the recipe's eval.nfe, most often 1")
     parser.add_argument("--seed", default="0", help="seed of the draw (default 0)")
     parser.add_argument("--out", help="write an .npy file instead of printing")
     parser.add_argument(
@@ -219,7 +226,11 @@ def sample_parser() -> Parser:
         nargs="+",
         action="extend",
         help="what to complete: .png images of the model's size; or .npy or .csv files, or rows such as 12,? in which "
-        "?, an empty cell or -1 is wanted (--given=-1,5 where one begins with a minus)",
+        "?, an empty cell or -1 is wanted (--given=-1,5 where one begins with a minus); or text with holes, or .txt "
+        "files with one such text in a line",
+    )
+    parser.add_argument(
+        "--continue", dest="continued", nargs="+", action="extend", help="the same for beginnings, without holes"
     )
     parser.add_argument(
         "--keep",
@@ -229,6 +240,7 @@ def sample_parser() -> Parser:
     parser.add_argument("--ink", default="auto", help="ink of .png images: dark, light, or auto (default)")
     add_data_root(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -238,46 +250,77 @@ def cmd_sample(words: list[str]) -> int:
     rest, settings = split_settings(words)
     args = sample_parser().parse_args(rest)
     count = parse_number("n", args.n, high=10_000_000)
-    steps = parse_number("nfe", args.nfe)
+    steps = None if args.nfe is None else parse_number("nfe", args.nfe)
     seed = parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
     if args.ink not in INKS:
         raise ConfigError([f"ink: {args.ink!r} is not known{hint(args.ink, list(INKS))}"])
-    if args.given is None and (args.keep is not None or args.ink != "auto"):
+    if args.given is not None and args.continued is not None:
+        raise ConfigError(["continue: is another way of giving rows; give either --given or --continue"])
+    source = args.given or args.continued
+    if source is None and (args.keep is not None or args.ink != "auto"):
         name = "ink" if args.keep is None else "keep"
         raise ConfigError([f"{name}: says what is done with given rows; add --given FILE"])
     from emoe.runs import load_run
 
     with told_data_root(args.data_root, settings):
         run = load_run(args.run, device=args.device, settings=settings)
+    steps = min(run.experiment.eval.nfe) if steps is None else steps
     told: dict[str, object] = {"nfe": steps}
-    if args.given is None:
+    if source is None:
         from emoe.evaluation.evaluate import fresh_count
         from emoe.evaluation.pools import draw_pool
 
-        samples = draw_pool(run.method, count, steps, seed, batch=run.experiment.eval.batch).samples
+        with sampling(run, count, (steps,), f"samples of {args.run}", quiet=args.quiet):
+            config = run.experiment.eval
+            samples = draw_pool(run.method, count, steps, seed, batch=config.batch, sampler=config.sampler).samples
         if args.picture:
             fresh = run.domain.fresh(fresh_count(run.domain, max(count, PICTURED)), seed)
             run.domain.picture({"real data": fresh, f"NFE {steps}": samples}, Path(args.picture))
     else:
-        found = run.complete(args.given, count, steps, seed, keep=args.keep, ink=args.ink)
+        from emoe.completion import check_beginnings, fill_in, prepare
+
+        space, domain = run.method.space, run.experiment.domain
+        rows, given = prepare(space, domain, source, keep=args.keep, ink=args.ink)
+        if args.continued is not None:
+            check_beginnings(given, space)
+        with sampling(run, count * len(rows), (steps,), f"completions by {args.run}", quiet=args.quiet):
+            found = fill_in(run, rows, given, count, steps, seed)
         samples = found.pool
         told["given"] = found.given.where(found.kept, -1).tolist()
         if args.picture:
             found.picture(args.picture)
-    if args.out:
+    show_samples(samples, run, told, args.out, as_json=args.json)
+    return 0
+
+
+def show_samples(samples: Tensor, run: Run, told: dict[str, object], out: str | None, *, as_json: bool) -> None:
+    """Write samples into a file, or print them: as text where the domain has words for them."""
+    domain = run.experiment.domain
+    if out:
         import numpy as np
 
-        out = args.out if args.out.endswith(".npy") else f"{args.out}.npy"
+        out = out if out.endswith(".npy") else f"{out}.npy"
         np.save(out, samples.numpy())
-        print(f"{out}: {len(samples)} rows, NFE {steps}", file=sys.stderr)
-        if args.json:
+        print(f"{out}: {len(samples)} rows, NFE {told['nfe']}", file=sys.stderr)
+        if as_json:
             print(json.dumps({**told, "out": out}))
-    elif args.json:
-        print(json.dumps({**told, "samples": samples.tolist()}))
+    elif as_json:
+        written = {"text": domain.write(samples)} if domain.has_words else {}
+        print(json.dumps({**told, "samples": samples.tolist(), **written}))
     else:
-        for row in samples.tolist():
-            print(" ".join(map(str, row)))
-    return 0
+        for line in domain.write(samples):
+            print(line)
+
+
+@contextmanager
+def sampling(run: Run, rows: int, nfe: Sequence[int], label: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show how many of the network calls are made that draw `rows` rows for each NFE; a bar after a few seconds."""
+    calls = sum(nfe) * -(-rows // run.experiment.eval.batch)
+    with (
+        meter(calls, label, quiet=quiet, patience=LINE_SECONDS) as tick,
+        watched(run.method.backbone, tick),
+    ):
+        yield
 
 
 def cmd_eval(words: list[str]) -> int:
@@ -310,9 +353,9 @@ def cmd_eval(words: list[str]) -> int:
     seed = None if args.seed is None else parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
     held_out = None if args.rows is None else parse_number("rows", args.rows, high=10_000_000)
     asked = parse_conventions(args.likelihood) if args.likelihood not in (None, "none") else None
-    from emoe.evaluation.evaluate import evaluate, evaluate_likelihood
+    from emoe.evaluation.evaluate import evaluate
     from emoe.evaluation.grid import metric_grid
-    from emoe.evaluation.likelihood import default_conventions, passes
+    from emoe.evaluation.likelihood import default_conventions
     from emoe.evaluation.results import Results, RunInfo, describe_machine, record
     from emoe.evaluation.tables import print_grid
     from emoe.runs import load_run
@@ -328,15 +371,14 @@ def cmd_eval(words: list[str]) -> int:
         for file in files:
             read_results(file)  # a file that cannot be merged into is better found before the work than after
         # Exact laws first: one that is too large is refused before anything is drawn.
-        rows = exact_part(run, nfe or run.experiment.eval.nfe) if args.exact else []
-        rows += evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
+        config = run.experiment.eval
+        rows = exact_part(run, nfe or config.nfe) if args.exact else []
+        with sampling(run, samples or config.samples, nfe or config.nfe, f"samples of {folder}"):
+            rows += evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
         if args.likelihood != "none":
             names = default_conventions(run.method) if asked is None else asked
             conventions |= dict.fromkeys(names)
-            with meter(sum(map(passes, names)), f"likelihoods of {folder}") as tick:
-                rows += evaluate_likelihood(
-                    run.method, run.domain, run.experiment, names, rows=held_out, seed=seed, tick=tick
-                )
+            rows += likelihood_part(run, names, held_out, seed)
         info = RunInfo(
             command=command_line("eval", words),
             wall_s=round(time.monotonic() - began, 1),
@@ -348,11 +390,21 @@ def cmd_eval(words: list[str]) -> int:
     if args.json:
         print(json.dumps([vars(row) for row in results.rows], indent=1))
     else:
+        # Likelihoods, which belong to no NFE, have a table of their own.
         for part in (results.only(convention=None), results.only(convention="exact")):
-            for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows):
+            for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows if row.nfe is not None):
                 print_grid(metric_grid(part, task, metric))
         print_likelihoods(results.rows, list(conventions))
     return 0
+
+
+def likelihood_part(run: Run, names: Sequence[Convention], rows: int | None, seed: int | None) -> list[Row]:
+    """Rows of named likelihoods, with progress."""
+    from emoe.evaluation.evaluate import evaluate_likelihood
+    from emoe.evaluation.likelihood import passes
+
+    with meter(sum(map(passes, names)), f"likelihoods of {run.path}") as tick:
+        return evaluate_likelihood(run.method, run.domain, run.experiment, names, rows=rows, seed=seed, tick=tick)
 
 
 def exact_part(run: Run, nfe: Sequence[int]) -> list[Row]:
@@ -363,27 +415,8 @@ def exact_part(run: Run, nfe: Sequence[int]) -> list[Row]:
         return exact_rows(run.method, run.domain, run.experiment, nfe, tick=tick)
 
 
-@contextmanager
-def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
-    """Show on standard error how much of `total` is done and how long the rest takes; short work says nothing."""
-    from emoe.engine.runlog import Progress
-
-    done, shown = 0, time.monotonic()
-    with Progress(total, label=label, quiet=quiet) as progress:
-
-        def tick(size: int, text: str) -> None:
-            nonlocal done, shown
-            done += size
-            progress.update(done)
-            if time.monotonic() - shown >= LINE_SECONDS:
-                shown = time.monotonic()
-                progress.log(done, text)
-
-        yield tick
-
-
 def print_likelihoods(rows: Sequence[Row], conventions: list[Convention]) -> None:
-    """One line for each run and named likelihood: nats per row with its standard error, the other units, what it is."""
+    """One line for each run and named likelihood: nats per row with its standard error, other units, what it is."""
     from emoe.evaluation.tables import console_table
 
     lines = []
@@ -391,20 +424,21 @@ def print_likelihoods(rows: Sequence[Row], conventions: list[Convention]) -> Non
         for convention in conventions:
             mine = [row for row in rows if (row.recipe, row.seed, row.convention) == (recipe, seed, str(convention))]
             found = {row.metric: row for row in mine}
-            if "nll" in found:
+            if nll := found.get("nll"):
                 gain = found.get("coordination_gain")
                 lines.append(
                     [
                         f"{recipe} seed {seed}",
                         str(convention),
-                        f"{found['nll'].value:.3f} ±{found['nll'].stderr or 0:.3f}",
+                        f"{nll.value:.3f}" + ("" if nll.stderr is None else f" ±{nll.stderr:.3f}"),
+                        f"{found['bpd'].value * math.log(2):.4f}",
                         f"{found['bpd'].value:.3f}",
                         f"{found['ppl'].value:.2f}",
                         convention.bounds + (f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""),
                     ]
                 )
     if lines:
-        header = ["Likelihood", "convention", "nats per row", "bits/dim", "perplexity", "what it is"]
+        header = ["Likelihood", "convention", "nats per row", "nats per token", "bits/dim", "perplexity", "what it is"]
         console_table(header, lines)
 
 

@@ -1,7 +1,7 @@
 """Completion: fill in rows of which some tokens are given, with any trained method.
 
-`Method.sample(given=...)` does the work. Here rows come from files, arrays or words, a part of them is kept, several
-completions are drawn of each, and it is checked that what was kept has stayed.
+`Method.sample(given=...)` does the work. Here rows come from files, arrays, words or text with holes, a part of them is
+kept, several completions are drawn of each, and it is checked that what was kept has stayed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Completion:
         """All completions as one list of rows, those of the first given row first."""
         return self.samples.flatten(0, 1)
 
+    @property
+    def texts(self) -> list[list[str]]:
+        """The completions of each given row, written out as the domain does: as text if it is one."""
+        return [self.domain.write(found) for found in self.samples]
+
     def picture(self, path: Source) -> None:
         """Draw the rows as they were read, what was kept, and completions."""
         self.domain.draw_completions(self.rows, self.given, self.samples, self.space, Path(path))
@@ -81,8 +86,9 @@ def complete(
 
     Args:
         run: An opened run.
-        given: One or several files (.png for images; .npy, .csv) or rows written out (`12,?`); or rows as an array of
-            shape (L,) or (m, L) with -1 or the mask where a token is wanted.
+        given: One or several files (.png for images; .txt for text; .npy, .csv), rows written out (`12,?`), or texts
+            with holes (`The cat ___ a bird.`, see `emoe.domains.text.given`); or rows as an array of shape (L,) or
+            (m, L) with -1 or the mask where a token is wanted.
         n: Completions of each row.
         nfe: Network calls.
         seed: Seed of the draw.
@@ -128,6 +134,17 @@ def prepare(
     return rows, rows.masked_fill(wanted, space.mask_id)
 
 
+def check_beginnings(given: Int[Tensor, "m L"], space: TokenSpace) -> None:
+    """Make sure that the given tokens of each row come before all that are wanted.
+
+    Raises:
+        ConfigError: A row has a hole in it.
+    """
+    wanted = given == space.mask_id
+    for row in (wanted[:, :-1] & ~wanted[:, 1:]).any(1).nonzero().flatten().tolist()[:1]:
+        raise ConfigError([f"continue: row {row} has a hole before its last word; use --given to fill holes"])
+
+
 def _checked(given: Tensor | np.ndarray, space: TokenSpace) -> Int[Tensor, "m L"]:
     rows = torch.as_tensor(given).cpu()
     if rows.ndim == 1:
@@ -148,7 +165,8 @@ def fill_in(
     if n < 1 or nfe < 1:
         raise ConfigError([f"{'n' if n < 1 else 'nfe'}: must be >= 1"])
     many = given.repeat_interleave(n, 0)
-    pool = draw_pool(run.method, len(many), nfe, seed, batch=run.experiment.eval.batch, given=many)
+    config = run.experiment.eval
+    pool = draw_pool(run.method, len(many), nfe, seed, batch=config.batch, given=many, sampler=config.sampler)
     kept = many != run.method.space.mask_id
     if not torch.equal(pool.samples[kept], many[kept]):
         raise AssertionError("the sampler changed tokens that were given")

@@ -15,7 +15,8 @@ import torch
 from emoe.cli import main
 from emoe.config import ConfigError, from_dict, to_dict
 from emoe.domains.base import DataError, DomainConfig, ShuffledRows
-from emoe.domains.text.data import Text, TextConfig, distinct, unigram_entropy
+from emoe.domains.text.data import Text, TextConfig
+from emoe.domains.text.metrics import distinct, unigram_entropy
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.runs import load_run
 

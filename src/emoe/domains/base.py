@@ -57,12 +57,18 @@ class Domain(ABC):
 class DomainConfig(Family, package="emoe.domains"):
     """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows."""
 
+    has_words: ClassVar[bool] = False  # `write` gives text, not numbers
+
     def build(self, seed: int) -> Domain:
         """Make the domain."""
         raise NotImplementedError
 
-    # What follows reads and shows rows to be completed. It needs the config alone: a trained model completes rows
-    # where its training data are not.
+    # What follows reads and shows rows. It needs the config alone: a trained model draws and completes rows where its
+    # training data are not.
+
+    def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
+        """Rows for people to read, one line each: their tokens, unless the domain has words for them."""
+        return [" ".join(map(str, row)) for row in rows.tolist()]
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
         """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`.

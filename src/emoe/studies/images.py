@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from torch import nn
 
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import Parser
-from emoe.commands import meter, parse_number, parse_numbers, split_settings
+from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
 from emoe.domains.base import DomainConfig
 from emoe.domains.images import Images, as_images, pack_rows, unpack_rows
@@ -51,6 +50,7 @@ from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import console_table, print_grid
 from emoe.experiment import Experiment, customise
 from emoe.methods.emoe import EMoE
+from emoe.progress import meter, watched
 from emoe.recipes import all_recipes, get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.runs import Run, load_run, pick_device
@@ -501,16 +501,6 @@ def _stale(path: Path, sources: Sequence[Path]) -> bool:
         return True
     made = path.stat().st_mtime_ns
     return any(source.exists() and source.stat().st_mtime_ns > made for source in sources)
-
-
-@contextmanager
-def watched(module: nn.Module, tick: Tick) -> Iterator[None]:
-    """Tell `tick` of every forward call of a module."""
-    handle = module.register_forward_hook(lambda *_: tick(1, ""))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def real_rows(domain: Images, experiment: Experiment, count: int) -> list[Row]:

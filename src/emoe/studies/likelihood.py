@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.cli import Parser
-from emoe.commands import meter, split_settings
+from emoe.commands import split_settings
 from emoe.config import ConfigError
 from emoe.domains.toy import Toy
 from emoe.evaluation.evaluate import make_row
@@ -22,6 +22,7 @@ from emoe.evaluation.results import Results, Row
 from emoe.exact import exact_nll
 from emoe.experiment import customise
 from emoe.methods.base import MaskedDiffusion
+from emoe.progress import meter
 from emoe.recipes import get_recipe
 from emoe.rng import derive_seed
 from emoe.runs import Run

@@ -14,28 +14,30 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Integer, UInt16
+from jaxtyping import Int, Integer, UInt16
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import DataError, Domain, DomainConfig, ShuffledRows
+from emoe.domains.base import DataError, Domain, DomainConfig, Ink, ShuffledRows
+from emoe.domains.text.given import AGAIN, find_vocabulary, read_texts
+from emoe.domains.text.metrics import KnownRows, measure_rows
 from emoe.domains.text.prepare import MANIFEST, SCHEMA
 from emoe.domains.text.reading import SPLITS
-from emoe.domains.text.tokens import Fault, Vocabulary, read_vocabulary
+from emoe.domains.text.tokens import Vocabulary
 from emoe.domains.text.work import TOKEN
 from emoe.domains.toy.figures import blank, save, truth_first
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
 HeldOut = Literal["auto", "valid", "test"]
-REPEATED = 4  # tokens of a repetition
 SHOWN, WIDTH, LINES = 6, 80, 5  # samples of a pool in a picture, characters of a line, lines of a sample
-AGAIN = "prepare it again: emoe data prepare"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(DomainConfig, kind="text"):
     """Text that `emoe data prepare` made into rows of tokens; the seed plays no role."""
+
+    has_words: ClassVar[bool] = True
 
     path: str = option(doc="folder of a set that emoe data prepare wrote")
     held_out: HeldOut = option("auto", doc="rows to evaluate with: valid, test, or auto: test where there is one")
@@ -49,6 +51,32 @@ class TextConfig(DomainConfig, kind="text"):
     def build(self, seed: int) -> Text:
         """Open and check the set."""
         return Text(self)
+
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+        """Texts with holes (see `emoe.domains.text.given`), as they are or in a .txt file; or tokens in .npy, .csv."""
+        if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
+            return super().read_given(source, space, ink=ink)
+        folder = Path(self.path)
+        return read_texts(source, folder, read_manifest(folder), space)
+
+    def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
+        """Rows as text, special tokens by their names."""
+        folder = Path(self.path)
+        vocabulary = find_vocabulary(folder, read_manifest(folder))
+        return [vocabulary.decode(row) for row in rows.tolist()]
+
+    def draw_completions(
+        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace,
+        path: Path,
+    ) -> None:  # fmt: skip
+        """The texts as they were given, what was kept, and completions, side by side."""
+        count = samples.shape[1]
+        pools = {
+            "given": rows.repeat_interleave(count, 0),
+            "kept": given.repeat_interleave(count, 0),
+            "completions": samples.flatten(0, 1),
+        }
+        draw_texts({name: self.write(pool[:SHOWN]) for name, pool in pools.items()}, path)
 
 
 class Text(Domain):
@@ -70,20 +98,13 @@ class Text(Domain):
             if split not in splits:
                 raise DataError(f"{folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out")
         self.rows, self.test_rows = (open_rows(folder, self.manifest, one, config.verify) for one in ("train", held))
-        self.fresh_rows = len(self.test_rows)
+        self.held_out, self.fresh_rows = held, len(self.test_rows)
         self._folder = folder
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The words of the set's tokenizer."""
-        told = self.manifest["tokenizer"]
-        try:
-            found = read_vocabulary(self._folder / told["file"])
-        except Fault as fault:
-            raise DataError(str(fault)) from None
-        if found.sha256 != told["sha256"]:
-            raise DataError(f"{found.path}: is not the tokenizer the set was made with; {AGAIN}")
-        return found
+        return find_vocabulary(self._folder, self.manifest)
 
     def decode(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         """Rows as text, special tokens by their names."""
@@ -110,36 +131,39 @@ class Text(Domain):
         return MappedRows(self.rows, batch, seed, device=device, rank=rank, world=world)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        """How varied the tokens of a sample are, as a mean over the samples.
+        """How varied the samples are, in themselves and as a pool, and how many copy a training row.
 
-        `entropy`: -sum_v c_v / L log(c_v / L) in nats, c_v the count of token v in the row. `distinct_1`,
-        `distinct_2`: different tokens, or pairs of neighbours, in percent of all. `repetition`: runs of four tokens
-        that the row had before, in percent of all. Good text has neither the highest nor the lowest values: compare
-        with `measure` of held-out rows.
+        See `emoe.domains.text.metrics`. Compare with `measure` of as many held-out rows: none has a best value. Whether
+        text is good takes a judge, see `emoe.judges`.
         """
-        rows = samples.cpu()
-        found = {"entropy": unigram_entropy(rows), "distinct_1": distinct(rows, 1)}
-        if rows.shape[1] > 1:
-            found["distinct_2"] = distinct(rows, 2)
-        if rows.shape[1] >= REPEATED:
-            found["repetition"] = 100 - distinct(rows, REPEATED)
-        return [_mean(name, values) for name, values in found.items()]
+        return measure_rows(samples, self._trained)
+
+    @functools.cached_property
+    def _trained(self) -> KnownRows:
+        """The training rows, all of them read once to be looked up in."""
+        return KnownRows(self.rows)
 
     def picture(self, pools: Mapping[str, Int[Tensor, "_n L"]], path: Path, *, title: str = "") -> None:
         """The first samples of each pool as text; the beginning of each."""
-        pools = truth_first(pools)
-        figure, panels = blank(1, len(pools), title=title)
-        figure.set_size_inches(4.2 * len(pools), 0.11 * SHOWN * (LINES + 1) + (0.6 if title else 0.4))
-        for panel, (name, rows) in zip(panels[0], pools.items(), strict=True):
-            texts = ["\n".join(textwrap.wrap(text, WIDTH)[:LINES]) for text in self.decode(rows[:SHOWN])]
-            told = "\n\n".join(texts).replace("$", r"\$")  # a pair of them would be a formula
-            shown = panel.text(0.01, 0.99, told, va="top", fontsize=6, family="monospace", transform=panel.transAxes)
-            shown.set_in_layout(False)
-            panel.set_title(name, fontsize=9)
-            panel.set_box_aspect(None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # signs that the font lacks are drawn as boxes
-            save(figure, path)
+        draw_texts({name: self.decode(rows[:SHOWN]) for name, rows in truth_first(pools).items()}, path, title)
+
+
+def draw_texts(pools: Mapping[str, list[str]], path: Path, title: str = "") -> None:
+    """Texts of each pool in a panel of its own; the beginning of each."""
+    figure, panels = blank(1, len(pools), title=title)
+    figure.set_size_inches(4.2 * len(pools), 0.11 * SHOWN * (LINES + 1) + (0.6 if title else 0.4))
+    for panel, (name, texts) in zip(panels[0], pools.items(), strict=True):
+        told = "\n\n".join("\n".join(textwrap.wrap(text, WIDTH)[:LINES]) for text in texts)
+        shown = panel.text(
+            0.01, 0.99, told.replace("$", r"\$"),  # a pair of them would be a formula
+            va="top", fontsize=6, family="monospace", transform=panel.transAxes,
+        )  # fmt: skip
+        shown.set_in_layout(False)
+        panel.set_title(name, fontsize=9)
+        panel.set_box_aspect(None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # signs that the font lacks are drawn as boxes
+        save(figure, path)
 
 
 class MappedRows(ShuffledRows):
@@ -173,7 +197,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         what = "holds no prepared text" if folder.is_dir() else "does not exist"
-        raise DataError(f"{folder}: {what}; --domain.path takes a folder that emoe data prepare wrote")
+        raise DataError(
+            f"{folder}: {what}; --domain.path takes a folder that emoe data prepare wrote: "
+            f"emoe data prepare FILES --tokenizer FILE --out {'DIR' if folder == Path() else folder}"
+        )
     try:
         manifest = dict(json.loads(path.read_bytes()))
         if manifest["schema"] != SCHEMA:
@@ -208,22 +235,3 @@ def open_rows(folder: Path, manifest: Mapping[str, Any], split: str, verify: boo
         return torch.from_numpy(np.memmap(path, TOKEN, mode="c", shape=shape))
     except OSError as error:
         raise DataError(f"{path}: cannot be opened ({error.strerror or error}); {AGAIN}") from None
-
-
-def unigram_entropy(rows: Int[Tensor, "n L"]) -> Float[Tensor, " n"]:
-    """Entropy in nats of the tokens of each row: the mean over its positions of log(L / count of the token there)."""
-    length = rows.shape[1]
-    counts = torch.stack([(row[:, None] == row).sum(1) for row in rows]) if len(rows) else rows
-    return (length / counts.double()).log().mean(1)
-
-
-def distinct(rows: Int[Tensor, "n L"], size: int) -> Float[Tensor, " n"]:
-    """Different runs of `size` tokens in each row, in percent of its L - size + 1 runs."""
-    runs = rows.unfold(1, size, 1)
-    found = [len(torch.unique(row, dim=0)) for row in runs]
-    return 100 * torch.tensor(found, dtype=torch.float64) / runs.shape[1]
-
-
-def _mean(name: str, values: Float[Tensor, " n"]) -> Measurement:
-    n = len(values)
-    return Measurement(name, float(values.mean()), float(values.std() / n**0.5) if n > 1 else None, n)

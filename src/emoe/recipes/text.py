@@ -1,0 +1,250 @@
+"""Text: the paper's LM1B experiment (App. B.3), news at a size for one GPU and an hour, and a size for tests.
+
+The rows come from a set that `emoe data prepare` wrote: sets/lm1b, sets/news or sets/text, unless --domain.path names
+another one (docs/guides/text.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from emoe.backbones.dit import DiTConfig
+from emoe.domains.text.data import TextConfig
+from emoe.engine.optim import OptimConfig
+from emoe.engine.trainer import TrainConfig
+from emoe.experiment import EvalConfig, Experiment
+from emoe.methods.ar import ARConfig
+from emoe.methods.base import MethodConfig
+from emoe.methods.bd3lm import BD3LMConfig
+from emoe.methods.emoe import EMoEConfig
+from emoe.methods.mdlm import MDLMConfig
+from emoe.methods.sedd import SEDDConfig
+from emoe.methods.vadd import VADDConfig
+from emoe.ramps import Decay, Linear
+from emoe.recipes import recipe
+
+T_LOW = 1e-3  # t ~ U[0.001, 1], as the code that the paper builds on has it
+TINY_T_LOW = 1 / 64
+LENGTH, TINY_LENGTH = 128, 16  # tokens of a row, which NFE of methods that go from left to right depend on
+BLOCK, TINY_BLOCK = 16, 4  # tokens of a block of BD3-LM
+
+# E-MoE learned by comparing draws as on rows of tied symbols (docs/learning-the-latent.md), with the KL ramp of images.
+# The last block is drawn: summing it out would take E * B * L * V logits.
+PLUS = EMoEConfig(
+    t_low=T_LOW,
+    experts=8,
+    estimator="wake-sleep",
+    gradient="none",
+    draws=4,
+    credit="position",
+    carriers="spread",
+    last_block="drawn",
+    kl_weight=Linear(start=0.0, end=1.0, share=0.5),
+    balance=0.3,
+    balance_form="floor",
+    usage_floor=1.5,  # of at most ln 8 = 2.08
+    head_chunk=16_384,  # four draws of a batch would fill the memory with logits
+)
+
+
+def _nfe(method: MethodConfig, length: int, most: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of network calls that a method can make: one per token, or some in every block."""
+    if isinstance(method, ARConfig):
+        return (length,)
+    if isinstance(method, BD3LMConfig):
+        return tuple(nfe for nfe in most if nfe % (length // method.block) == 0)
+    return most
+
+
+def _lm1b(name: str, method: MethodConfig, backbone: DiTConfig | None = None) -> Experiment:
+    """The table of App. B.3: DiT-small, batch 512, a million steps, constant learning rate."""
+    return Experiment(
+        name=name,
+        domain=TextConfig(path="sets/lm1b"),
+        backbone=backbone or DiTConfig(),
+        method=method,
+        optim=OptimConfig(
+            algorithm="adamw",
+            lr=3e-4,
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+            clip=1.0,
+            warmup=2_500,
+            schedule="constant",
+        ),
+        train=TrainConfig(steps=1_000_000, batch=512, ema=0.9999, precision="bf16", log_every=500, save_every=10_000),
+        eval=EvalConfig(nfe=_nfe(method, LENGTH, (1, 2, 4, 8, 16, 32, 64, 128)), samples=2_000, batch=250),
+    )
+
+
+SMALL = DiTConfig(width=384, depth=6, heads=6, hidden=1536, dropout=0.0)
+
+
+def _news(name: str, method: MethodConfig, backbone: DiTConfig = SMALL) -> Experiment:
+    """Half the width, depth and batch, 7,500 steps (246M tokens); twice the learning rate, which decays; no dropout."""
+    return Experiment(
+        name=name,
+        domain=TextConfig(path="sets/news"),
+        backbone=backbone,
+        method=method,
+        optim=OptimConfig(
+            algorithm="adamw", lr=6e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0, warmup=500, floor=0.1
+        ),
+        train=TrainConfig(steps=7_500, batch=256, ema=0.999, precision="bf16", save_every=2_500),
+        eval=EvalConfig(nfe=_nfe(method, LENGTH, (1, 2, 4, 8, 16, 32, 64, 128)), samples=1_000, batch=250),
+    )
+
+
+TINY = DiTConfig(width=32, depth=2, heads=2, hidden=64, cond_size=16, time_size=16, latent_hidden=32, dropout=0.0)
+
+
+def _tiny(name: str, method: MethodConfig, backbone: DiTConfig = TINY) -> Experiment:
+    """Width 32, 2 blocks, batch 32, learning rate 1e-2, 400 steps; for small vocabularies and rows of 16 tokens."""
+    return Experiment(
+        name=name,
+        domain=TextConfig(path="sets/text"),
+        backbone=backbone,
+        method=method,
+        optim=OptimConfig(algorithm="adamw", lr=1e-2, clip=1.0, warmup=20, floor=0.1),
+        train=TrainConfig(steps=400, batch=32, ema=0.98, precision="fp32", log_every=50, save_every=200),
+        eval=EvalConfig(nfe=_nfe(method, TINY_LENGTH, (1, 2, 4, 8, 16)), samples=200, batch=200),
+    )
+
+
+# --- LM1B ----------------------------------------------------------------------------------------------------------
+
+
+@recipe
+def lm1b_mdlm() -> Experiment:
+    """MDLM on LM1B (App. B.3)."""
+    return _lm1b("lm1b-mdlm", MDLMConfig(t_low=T_LOW))
+
+
+@recipe
+def lm1b_vadd() -> Experiment:
+    """VADD on LM1B (App. B.3)."""
+    return _lm1b("lm1b-vadd", VADDConfig(t_low=T_LOW, latent=512, kl_weight=Linear(start=0.0, end=1.0, steps=100_000)))
+
+
+@recipe
+def lm1b_emoe() -> Experiment:
+    """E-MoE on LM1B (App. B.3)."""
+    return _lm1b("lm1b-emoe", EMoEConfig(t_low=T_LOW, experts=8, top_k=2, relax_tau=Decay(rate=3e-5, floor=0.1)))
+
+
+@recipe
+def lm1b_emoe_plus() -> Experiment:
+    """E-MoE on LM1B, learned by comparing draws (docs/learning-the-latent.md)."""
+    return _lm1b("lm1b-emoe-plus", PLUS)
+
+
+@recipe
+def lm1b_ar() -> Experiment:
+    """The autoregressive baseline on LM1B."""
+    return _lm1b("lm1b-ar", ARConfig(), DiTConfig(causal=True))
+
+
+@recipe
+def lm1b_sedd() -> Experiment:
+    """SEDD on LM1B, with the time as an input."""
+    return _lm1b("lm1b-sedd", SEDDConfig(t_low=T_LOW), DiTConfig(time_conditioning=True))
+
+
+@recipe
+def lm1b_bd3lm() -> Experiment:
+    """BD3-LM on LM1B, blocks of 16 tokens."""
+    return _lm1b("lm1b-bd3lm", BD3LMConfig(t_low=T_LOW, block=BLOCK))
+
+
+# --- News ----------------------------------------------------------------------------------------------------------
+
+
+@recipe
+def news_small_mdlm() -> Experiment:
+    """MDLM on news, 36M parameters."""
+    return _news("news-small-mdlm", MDLMConfig(t_low=T_LOW))
+
+
+@recipe
+def news_small_vadd() -> Experiment:
+    """VADD on news."""
+    method = VADDConfig(t_low=T_LOW, latent=256, kl_weight=Linear(start=0.0, end=1.0, share=0.1))
+    return _news("news-small-vadd", method)
+
+
+@recipe
+def news_small_emoe() -> Experiment:
+    """E-MoE on news, with the choices of App. B.3."""
+    # The temperature takes the same course as on LM1B, over fewer steps.
+    return _news("news-small-emoe", EMoEConfig(t_low=T_LOW, experts=8, relax_tau=Decay(rate=4e-3, floor=0.1)))
+
+
+@recipe
+def news_small_emoe_plus() -> Experiment:
+    """E-MoE on news, learned by comparing draws (docs/learning-the-latent.md)."""
+    return _news("news-small-emoe-plus", PLUS)
+
+
+@recipe
+def news_small_ar() -> Experiment:
+    """The autoregressive baseline on news."""
+    return _news("news-small-ar", ARConfig(), dataclasses.replace(SMALL, causal=True))
+
+
+@recipe
+def news_small_sedd() -> Experiment:
+    """SEDD on news, with the time as an input."""
+    return _news("news-small-sedd", SEDDConfig(t_low=T_LOW), dataclasses.replace(SMALL, time_conditioning=True))
+
+
+@recipe
+def news_small_bd3lm() -> Experiment:
+    """BD3-LM on news, blocks of 16 tokens."""
+    return _news("news-small-bd3lm", BD3LMConfig(t_low=T_LOW, block=BLOCK))
+
+
+# --- A size for tests ----------------------------------------------------------------------------------------------
+
+
+@recipe
+def text_tiny_mdlm() -> Experiment:
+    """MDLM on a small text of your own, seconds on a CPU."""
+    return _tiny("text-tiny-mdlm", MDLMConfig(t_low=TINY_T_LOW))
+
+
+@recipe
+def text_tiny_vadd() -> Experiment:
+    """VADD on a small text of your own, seconds on a CPU."""
+    method = VADDConfig(t_low=TINY_T_LOW, latent=8, kl_weight=Linear(start=0.0, end=1.0, share=0.3))
+    return _tiny("text-tiny-vadd", method)
+
+
+@recipe
+def text_tiny_emoe() -> Experiment:
+    """E-MoE on a small text of your own, seconds on a CPU."""
+    return _tiny("text-tiny-emoe", EMoEConfig(t_low=TINY_T_LOW, experts=4, relax_tau=Decay(rate=5e-3, floor=0.1)))
+
+
+@recipe
+def text_tiny_emoe_plus() -> Experiment:
+    """E-MoE on a small text of your own, learned by comparing draws; seconds on a CPU."""
+    method = dataclasses.replace(PLUS, t_low=TINY_T_LOW, experts=4, usage_floor=1.0, head_chunk=0)
+    return _tiny("text-tiny-emoe-plus", method)
+
+
+@recipe
+def text_tiny_ar() -> Experiment:
+    """The autoregressive baseline on a small text of your own, seconds on a CPU."""
+    return _tiny("text-tiny-ar", ARConfig(), dataclasses.replace(TINY, causal=True))
+
+
+@recipe
+def text_tiny_sedd() -> Experiment:
+    """SEDD on a small text of your own, seconds on a CPU."""
+    return _tiny("text-tiny-sedd", SEDDConfig(t_low=TINY_T_LOW), dataclasses.replace(TINY, time_conditioning=True))
+
+
+@recipe
+def text_tiny_bd3lm() -> Experiment:
+    """BD3-LM on a small text of your own, blocks of 4 tokens; seconds on a CPU."""
+    return _tiny("text-tiny-bd3lm", BD3LMConfig(t_low=TINY_T_LOW, block=TINY_BLOCK))
