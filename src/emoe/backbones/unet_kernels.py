@@ -14,8 +14,6 @@ bits.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # a few for each multiprocessor of a large GPU
-IN_FLIGHT = 4096  # numbers of a map that a program reads at once
+PROGRAMS = 128  # about as many as a large GPU has multiprocessors
+IN_FLIGHT = 8192  # numbers of a map that a program reads at once
+WARPS = 16
 ROWS = 256  # rows of a map that one program adds up
 
 
@@ -39,157 +38,109 @@ def _of_group(value, c, EACH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.co
 
 
 @triton.jit
-def _affine(gamma, beta, film, film_stride, row, channel, real, C: tl.constexpr, HAS_FILM: tl.constexpr):
-    """1 + s, and scale and shift of normalised numbers: (1 + s) gamma and (1 + s) beta + m."""
-    scale, shift = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
-    more = scale * 0 + 1
-    if HAS_FILM:
-        more += tl.load(film + row * film_stride + channel, mask=real, other=0.0).to(tl.float32)
-        shift = shift * more + tl.load(film + row * film_stride + C + channel, mask=real, other=0.0).to(tl.float32)
-        scale *= more
-    return more, scale, shift
-
-
-@triton.jit
-def _sum_parts(sums, row, kind, channel, real, C: tl.constexpr, KINDS: tl.constexpr, SPLITS: tl.constexpr):
-    """What the programs of a row have summed, put together: sums is (B, SPLITS, KINDS, C)."""
-    total = tl.load(sums + (row * SPLITS * KINDS + kind) * C + channel, mask=real, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(sums + ((row * SPLITS + split) * KINDS + kind) * C + channel, mask=real, other=0.0)
-    return total
-
-
-@triton.jit
-def _moments(
-    x, sums, P: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+def _norm_forward(
+    x, bias, gamma, beta, film, film_stride, y, stats, eps, P: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr,
 ):  # fmt: skip
-    """Sums over positions of x - x_0 and its square, where x_0 is the first position: large means do no harm."""
     row, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    real = c < SPAN
-    channel = tl.program_id(1) * SPAN + c
+    real = c < GROUPS * EACH
+    channel = tl.program_id(1) * GROUPS * EACH + c
     start = row.to(tl.int64) * P * C
+    # Sums of distances from the first position: the difference of two large numbers would lose the variance.
     first = tl.load(x + start + channel, mask=real, other=0.0).to(tl.float32)
     once = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     twice = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for chunk in tl.static_range(0, P // SPLITS, BLOCK_P):
-        p = tl.program_id(2) * (P // SPLITS) + chunk + tl.arange(0, BLOCK_P)
-        u = tl.load(x + start + p[:, None] * C + channel[None, :], mask=real[None, :], other=0.0).to(tl.float32)
-        u -= first[None, :]
+    for chunk in range(0, P, BLOCK_P):
+        p = chunk + tl.arange(0, BLOCK_P)
+        inside = (p < P)[:, None] & real[None, :]
+        u = tl.load(x + start + p[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.where(inside, u - first[None, :], 0.0)
         once += u
         twice += u * u
-    place = sums + (row * SPLITS + tl.program_id(2)) * 2 * C + channel
-    tl.store(place, tl.sum(once, 0), mask=real)
-    tl.store(place + C, tl.sum(twice, 0), mask=real)
-
-
-@triton.jit
-def _norm_forward(
-    x, sums, bias, gamma, beta, film, film_stride, y, stats, eps, P: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
-    EACH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_FILM: tl.constexpr,
-):  # fmt: skip
-    row, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    real = c < SPAN
-    channel = tl.program_id(1) * SPAN + c
-    start = row.to(tl.int64) * P * C
-    first = tl.load(x + start + channel, mask=real, other=0.0).to(tl.float32)
-    added = first * 0
+    centre = tl.sum(once, 0) / P
+    spread = tl.sum(twice, 0) / P - centre * centre  # variance of each channel
+    centre += first
     if HAS_BIAS:
-        added = tl.load(bias + channel, mask=real, other=0.0)
-    centre = _sum_parts(sums, row, 0, channel, real, C, 2, SPLITS) / P
-    spread = _sum_parts(sums, row, 1, channel, real, C, 2, SPLITS) / P - centre * centre  # variance of each channel
-    centre += first + added
-    mean = _of_group(centre, c, EACH, SPAN // EACH, BLOCK_C) / EACH
-    variance = _of_group(spread + (centre - mean) * (centre - mean), c, EACH, SPAN // EACH, BLOCK_C) / EACH
+        centre += tl.load(bias + channel, mask=real, other=0.0)
+    mean = _of_group(centre, c, EACH, GROUPS, BLOCK_C) / EACH
+    variance = _of_group(spread + (centre - mean) * (centre - mean), c, EACH, GROUPS, BLOCK_C) / EACH
     rstd = 1 / tl.sqrt(variance + eps)
-    mean -= added  # from here on the mean of x without its bias
-    if tl.program_id(2) == 0:
-        tl.store(stats + row * 2 * C + channel, mean, mask=real)
-        tl.store(stats + row * 2 * C + C + channel, rstd, mask=real)
-    _, scale, shift = _affine(gamma, beta, film, film_stride, row, channel, real, C, HAS_FILM)
+    scale, shift = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
+    if HAS_FILM:
+        more = 1 + tl.load(film + row * film_stride + channel, mask=real, other=0.0).to(tl.float32)
+        shift = shift * more + tl.load(film + row * film_stride + C + channel, mask=real, other=0.0).to(tl.float32)
+        scale *= more
+    if HAS_BIAS:
+        mean -= tl.load(bias + channel, mask=real, other=0.0)  # from here on the mean of x without its bias
+    tl.store(stats + row * 2 * C + channel, mean, mask=real)
+    tl.store(stats + row * 2 * C + C + channel, rstd, mask=real)
     scale *= rstd
     shift -= mean * scale
-    for chunk in tl.static_range(0, P // SPLITS, BLOCK_P):
-        p = tl.program_id(2) * (P // SPLITS) + chunk + tl.arange(0, BLOCK_P)
+    for chunk in range(0, P, BLOCK_P):
+        p = chunk + tl.arange(0, BLOCK_P)
+        inside = (p < P)[:, None] & real[None, :]
         offsets = start + p[:, None] * C + channel[None, :]
-        z = tl.load(x + offsets, mask=real[None, :], other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
-        tl.store(y + offsets, (z * tl.sigmoid(z)).to(y.dtype.element_ty), mask=real[None, :])
-
-
-@triton.jit
-def _unit_and_dz(x, dy, offsets, real, mean, rstd, scale, shift):
-    """Normalised numbers, and the gradient at the argument of SiLU."""
-    unit = (tl.load(x + offsets, mask=real[None, :], other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
-    z = unit * scale[None, :] + shift[None, :]
-    gate = tl.sigmoid(z)
-    dz = tl.load(dy + offsets, mask=real[None, :], other=0.0).to(tl.float32) * gate * (1 + z * (1 - gate))
-    return unit, dz
-
-
-@triton.jit
-def _gradient_sums(
-    x, stats, gamma, beta, film, film_stride, dy, sums, P: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, HAS_FILM: tl.constexpr,
-):  # fmt: skip
-    """Sums over positions of dz, dz * unit and unit."""
-    row, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    real = c < SPAN
-    channel = tl.program_id(1) * SPAN + c
-    start = row.to(tl.int64) * P * C
-    mean = tl.load(stats + row * 2 * C + channel, mask=real, other=0.0)
-    rstd = tl.load(stats + row * 2 * C + C + channel, mask=real, other=0.0)
-    _, scale, shift = _affine(gamma, beta, film, film_stride, row, channel, real, C, HAS_FILM)
-    ones = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    both = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    units = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for chunk in tl.static_range(0, P // SPLITS, BLOCK_P):
-        p = tl.program_id(2) * (P // SPLITS) + chunk + tl.arange(0, BLOCK_P)
-        offsets = start + p[:, None] * C + channel[None, :]
-        unit, dz = _unit_and_dz(x, dy, offsets, real, mean, rstd, scale, shift)
-        ones += dz
-        both += dz * unit
-        units += unit
-    place = sums + (row * SPLITS + tl.program_id(2)) * 3 * C + channel
-    tl.store(place, tl.sum(ones, 0), mask=real)
-    tl.store(place + C, tl.sum(both, 0), mask=real)
-    tl.store(place + 2 * C, tl.sum(units, 0), mask=real)
+        z = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+        tl.store(y + offsets, (z * tl.sigmoid(z)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _norm_backward(
-    x, sums, stats, gamma, beta, film, film_stride, dy, dx, dfilm, partial, B, P: tl.constexpr, C: tl.constexpr,
-    SPAN: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr,
+    x, gamma, beta, film, film_stride, stats, dy, dx, dfilm, partial, B, P: tl.constexpr, C: tl.constexpr,
+    EACH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_FILM: tl.constexpr,
 ):  # fmt: skip
     row, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    real = c < SPAN
-    channel = tl.program_id(1) * SPAN + c
+    real = c < GROUPS * EACH
+    channel = tl.program_id(1) * GROUPS * EACH + c
     start = row.to(tl.int64) * P * C
     mean = tl.load(stats + row * 2 * C + channel, mask=real, other=0.0)
     rstd = tl.load(stats + row * 2 * C + C + channel, mask=real, other=0.0)
-    more, scale, shift = _affine(gamma, beta, film, film_stride, row, channel, real, C, HAS_FILM)
-    dshift = _sum_parts(sums, row, 0, channel, real, C, 3, SPLITS)
-    dscale = _sum_parts(sums, row, 1, channel, real, C, 3, SPLITS)
-    mean_dz = _of_group(scale * dshift, c, EACH, SPAN // EACH, BLOCK_C) / (P * EACH)
-    mean_dz_unit = _of_group(scale * dscale, c, EACH, SPAN // EACH, BLOCK_C) / (P * EACH)
-    if tl.program_id(2) == 0:
-        tl.store(partial + row * C + channel, dscale * more, mask=real)
-        tl.store(partial + (B + row) * C + channel, dshift * more, mask=real)
-        if HAS_BIAS:  # the sum of du over positions
-            units = _sum_parts(sums, row, 2, channel, real, C, 3, SPLITS)
-            dbias = rstd * (scale * dshift - P * mean_dz - mean_dz_unit * units)
-            tl.store(partial + (2 * B + row) * C + channel, dbias, mask=real)
-        if HAS_FILM:
-            g, b = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
-            tl.store(dfilm + row * 2 * C + channel, (g * dscale + b * dshift).to(dfilm.dtype.element_ty), mask=real)
-            tl.store(dfilm + row * 2 * C + C + channel, dshift.to(dfilm.dtype.element_ty), mask=real)
-    for chunk in tl.static_range(0, P // SPLITS, BLOCK_P):
-        p = tl.program_id(2) * (P // SPLITS) + chunk + tl.arange(0, BLOCK_P)
+    g, b = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
+    more = tl.full((BLOCK_C,), 1.0, tl.float32)
+    scale, shift = g, b
+    if HAS_FILM:
+        more += tl.load(film + row * film_stride + channel, mask=real, other=0.0).to(tl.float32)
+        shift = b * more + tl.load(film + row * film_stride + C + channel, mask=real, other=0.0).to(tl.float32)
+        scale = g * more
+    units = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    ones = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    both = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for chunk in range(0, P, BLOCK_P):
+        p = chunk + tl.arange(0, BLOCK_P)
+        inside = (p < P)[:, None] & real[None, :]
         offsets = start + p[:, None] * C + channel[None, :]
-        unit, dz = _unit_and_dz(x, dy, offsets, real, mean, rstd, scale, shift)
+        u = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.where(inside, (u - mean[None, :]) * rstd[None, :], 0.0)
+        z = unit * scale[None, :] + shift[None, :]
+        gate = tl.sigmoid(z)
+        dz = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32) * gate * (1 + z * (1 - gate))
+        ones += dz
+        both += dz * unit
+        if HAS_BIAS:
+            units += unit
+    dscale, dshift = tl.sum(both, 0), tl.sum(ones, 0)
+    mean_dz = _of_group(scale * dshift, c, EACH, GROUPS, BLOCK_C) / (P * EACH)
+    mean_dz_unit = _of_group(scale * dscale, c, EACH, GROUPS, BLOCK_C) / (P * EACH)
+    for chunk in range(0, P, BLOCK_P):
+        p = chunk + tl.arange(0, BLOCK_P)
+        inside = (p < P)[:, None] & real[None, :]
+        offsets = start + p[:, None] * C + channel[None, :]
+        u = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        unit = (u - mean[None, :]) * rstd[None, :]
+        z = unit * scale[None, :] + shift[None, :]
+        gate = tl.sigmoid(z)
+        dz = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32) * gate * (1 + z * (1 - gate))
         du = rstd[None, :] * (dz * scale[None, :] - mean_dz[None, :] - unit * mean_dz_unit[None, :])
-        tl.store(dx + offsets, du.to(dx.dtype.element_ty), mask=real[None, :])
+        tl.store(dx + offsets, du.to(dx.dtype.element_ty), mask=inside)
+    tl.store(partial + row * C + channel, dscale * more, mask=real)
+    tl.store(partial + (B + row) * C + channel, dshift * more, mask=real)
+    if HAS_BIAS:  # the sum of du over positions
+        dbias = rstd * (scale * dshift - P * mean_dz - mean_dz_unit * tl.sum(units, 0))
+        tl.store(partial + (2 * B + row) * C + channel, dbias, mask=real)
+    if HAS_FILM:
+        tl.store(dfilm + row * 2 * C + channel, (g * dscale + b * dshift).to(dfilm.dtype.element_ty), mask=real)
+        tl.store(dfilm + row * 2 * C + C + channel, dshift.to(dfilm.dtype.element_ty), mask=real)
 
 
 class _NormSiLU(torch.autograd.Function):
@@ -199,16 +150,14 @@ class _NormSiLU(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         batch, channels, height, width = x.shape
-        ctx.plan = plan = _Plan.of(batch, height * width, channels, groups)
-        y, stats = torch.empty_like(x), torch.empty(batch, 2, channels, device=x.device)
-        sums = torch.empty(batch, plan.splits, 2, channels, device=x.device)
+        y = torch.empty_like(x)
+        stats = torch.empty(batch, 2, channels, device=x.device)
         if film is not None and film.stride(1) != 1:
             film = film.contiguous()
-        _moments[plan.grid](x, sums, **plan.shape)
-        _norm_forward[plan.grid](
-            x, sums, gamma if bias is None else bias, gamma, beta, gamma if film is None else film,
-            0 if film is None else film.stride(0), y, stats, 1e-5, **plan.shape, EACH=plan.each,
-            HAS_BIAS=bias is not None, HAS_FILM=film is not None,
+        ctx.grid, ctx.options = _options(batch, height * width, channels, groups, bias, film)
+        _norm_forward[ctx.grid](
+            x, gamma if bias is None else bias, gamma, beta, gamma if film is None else film,
+            0 if film is None else film.stride(0), y, stats, 1e-5, **ctx.options,
         )  # fmt: skip
         ctx.save_for_backward(x, gamma, beta, film, stats)
         ctx.has_bias = bias is not None
@@ -219,50 +168,34 @@ class _NormSiLU(torch.autograd.Function):
         x, gamma, beta, film, stats = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
         batch, channels = x.shape[:2]
-        plan, dx = ctx.plan, torch.empty_like(x)
+        dx = torch.empty_like(x)
         dfilm = None if film is None else torch.empty(film.shape, dtype=film.dtype, device=film.device)
         partial = torch.empty(2 + ctx.has_bias, batch, channels, device=x.device)
-        sums = torch.empty(batch, plan.splits, 3, channels, device=x.device)
-        stride, film = (0, gamma) if film is None else (film.stride(0), film)
-        _gradient_sums[plan.grid](
-            x, stats, gamma, beta, film, stride, dy, sums, **plan.shape, HAS_FILM=dfilm is not None
-        )
-        _norm_backward[plan.grid](
-            x, sums, stats, gamma, beta, film, stride, dy, dx, gamma if dfilm is None else dfilm, partial, batch,
-            **plan.shape, EACH=plan.each, HAS_BIAS=ctx.has_bias, HAS_FILM=dfilm is not None,
+        _norm_backward[ctx.grid](
+            x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx,
+            gamma if dfilm is None else dfilm, partial, batch, **ctx.options,
         )  # fmt: skip
-        total = partial.sum(1)
-        return dx, total[2] if ctx.has_bias else None, total[0], total[1], dfilm, None
+        sums = partial.sum(1)
+        return dx, sums[2] if ctx.has_bias else None, sums[0], sums[1], dfilm, None
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How a map is cut among programs, and the compile-time numbers that follow.
+def _options(
+    batch: int, positions: int, channels: int, groups: int, bias: Tensor | None, film: Tensor | None
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Programs, and compile-time numbers of both kernels.
 
-    A program takes whole groups of a row's channels, so that neighbouring threads read neighbouring numbers, and a
-    part of its positions. Sums come first, from all parts; a second kernel puts them together and uses them.
+    A program takes all positions of a row and all channels, or half of them where there are few rows, whole groups in
+    any case: neighbouring threads then read neighbouring numbers.
     """
-
-    grid: tuple[int, int, int]
-    splits: int
-    each: int
-    shape: dict[str, int]
-
-    @staticmethod
-    @functools.cache
-    def of(batch: int, positions: int, channels: int, groups: int) -> _Plan:
-        halves = 2 if channels > 128 and groups % 2 == 0 else 1
-        span = channels // halves
-        block_c = triton.next_power_of_2(span)
-        splits = 1
-        while positions % (2 * splits) == 0 and positions // splits > 64 and batch * halves * splits < PROGRAMS:
-            splits *= 2
-        block_p = 1
-        while (positions // splits) % (2 * block_p) == 0 and 2 * block_p * block_c <= IN_FLIGHT:
-            block_p *= 2
-        shape = {"P": positions, "C": channels, "SPAN": span, "SPLITS": splits, "BLOCK_P": block_p, "BLOCK_C": block_c}
-        warps = min(8, max(1, block_p * block_c // 512))
-        return _Plan((batch, halves, splits), splits, channels // groups, {**shape, "num_warps": warps})
+    parts = 2 if batch < PROGRAMS and groups % 2 == 0 else 1
+    each = channels // groups
+    block_c = triton.next_power_of_2(channels // parts)
+    block_p = min(triton.next_power_of_2(positions), max(1, IN_FLIGHT // block_c))
+    return (batch, parts), {
+        "P": positions, "C": channels, "EACH": each, "GROUPS": groups // parts, "BLOCK_P": block_p, "BLOCK_C": block_c,
+        "HAS_BIAS": bias is not None, "HAS_FILM": film is not None,
+        "num_warps": min(WARPS, max(1, block_p * block_c // 512)),
+    }  # fmt: skip
 
 
 def norm_silu(
