@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from emoe.engine.stepper import WARMUP_STEPS, Stepper
+from emoe.engine.trainer import set_arithmetic
 from emoe.evaluation.results import Row, RunInfo, describe_machine, record
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
@@ -66,7 +67,7 @@ def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Ste
     domain = experiment.domain.build(0)
     method = experiment.build_method(domain.space).to(device)
     train = experiment.train
-    torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
+    set_arithmetic(train)
     return Stepper(
         method, domain.batches(train.batch, 0, device=device), method.ramps, experiment.optim,
         total=train.steps, rng=Rng(0, device=device), ema=train.ema, precision=train.precision, graph=train.cuda_graph,

@@ -21,7 +21,7 @@ from emoe.methods.base import MethodConfig
 
 PACKAGE = Path(emoe.__file__).parent
 
-BASE = ["config", "types", "rng", "ramps"]
+BASE = ["config", "types", "rng", "ramps", "compiled"]
 PLAIN = ["results", "tables", "report", "grid", "files", "machine", "paper", "readme", "curves", "toy_report"]
 PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks", "image_blocks"]
 EVERYTHING = ["*"]
@@ -30,6 +30,7 @@ EVERYTHING = ["*"]
 # if it ends in a star.
 LAYERS: dict[str, list[str]] = {
     "config": [],
+    "compiled": [],
     "types": [],
     "rng": [],
     "ramps": ["config"],

@@ -45,6 +45,17 @@ def test_the_first_signal_sets_a_flag(number: signal.Signals) -> None:
     assert "safe point" in errors and "Traceback" not in errors
 
 
+def test_a_signal_that_the_parent_had_blocked_is_heard() -> None:
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child inherits what is blocked
+    try:
+        child = start(linger=0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+    child.send_signal(signal.SIGTERM)
+    output, _ = child.communicate(timeout=30)
+    assert (output, child.returncode) == (f"flag {int(signal.SIGTERM)}\n", 128 + signal.SIGTERM)
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_process(second: signal.Signals) -> None:
     child = start(linger=60)

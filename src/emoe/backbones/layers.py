@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.compiled import compiled
 from emoe.config import ConfigError
 from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
@@ -133,8 +134,23 @@ class Router(nn.Linear):
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
         logits = super().forward(x if self.norm is None else self.norm(x))
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits = logits if self.logit_norm is None else self.logit_norm(logits)
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        if self.logit_norm is not None:
+            logits = _few_normed(logits, self.logit_norm.weight, self.logit_norm.bias, self.logit_norm.eps)
+        return logits if self.cap is None else _capped(logits, self.cap)
+
+
+@compiled
+def _few_normed(
+    x: Float[Tensor, "*N E"], weight: Float[Tensor, " E"], bias: Float[Tensor, " E"], eps: float
+) -> Float[Tensor, "*N E"]:
+    """LayerNorm over few numbers, for which the library's kernels are not made."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
+
+
+@compiled
+def _capped(x: Float[Tensor, "*N E"], cap: float) -> Float[Tensor, "*N E"]:
+    return cap * torch.tanh(x / cap)
 
 
 def kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:

@@ -7,9 +7,12 @@ as rows (B, P, C) are a view.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -19,6 +22,7 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import RoutedMLP, kept, time_features, token_logits
+from emoe.compiled import kernels_wanted
 from emoe.config import ConfigError, option
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
@@ -91,11 +95,72 @@ def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, channels, 3, stride=stride, padding=1)
 
 
+# --- What stands between convolutions: plain, or by kernels of `backbones.unet_kernels` on a GPU ---------------------
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The fused kernels, where they are wanted."""
+    return importlib.import_module("emoe.backbones.unet_kernels") if kernels_wanted() else None
+
+
+def _fused(h: Tensor) -> ModuleType | None:
+    """The kernels, where a map lies on a GPU and has a precision that they know."""
+    return _kernels() if h.is_cuda and h.dtype != torch.float64 else None
+
+
+def convolve(conv: nn.Module, h: Float[Tensor, "B I H W"]) -> Float[Tensor, "B C _H _W"]:
+    """A convolution without its bias, which the fused kernels add on their way."""
+    assert isinstance(conv, nn.Conv2d)
+    return nnf.conv2d(h, conv.weight, None, conv.stride, conv.padding)
+
+
+def convolved(conv: nn.Module, h: Float[Tensor, "B I H W"]) -> Float[Tensor, "B C _H _W"]:
+    """A convolution with its bias."""
+    kernels = _fused(h)
+    return conv(h) if kernels is None else kernels.add_bias(convolve(conv, h), conv.bias)
+
+
+def embed(token: nn.Embedding, x: Int[Tensor, "B L"]) -> Float[Tensor, "B L C"]:
+    """Embeddings of few symbols: on a GPU a product with one-hot rows, whose backward needs no sort of the tokens."""
+    if not x.is_cuda:
+        return token(x)
+    size = -(-token.num_embeddings // 8) * 8  # matrix products want multiples of 8
+    one_hot = (x[..., None] == torch.arange(size, device=x.device)).to(token.weight.dtype)
+    return one_hot @ nnf.pad(token.weight, (0, 0, 0, size - token.num_embeddings))
+
+
+def norm_silu(
+    norm: nn.GroupNorm,
+    h: Float[Tensor, "B C H W"],
+    *,
+    film: Float[Tensor, "B _2C"] | None = None,
+    bias: Float[Tensor, " C"] | None = None,
+) -> Float[Tensor, "B C H W"]:
+    """SiLU((1 + s) norm(h + bias) + m), where film = [s, m]; in the precision of h, channels_last."""
+    kernels = _fused(h)
+    if kernels is not None:
+        return kernels.norm_silu(h, norm.weight, norm.bias, norm.num_groups, bias=bias, film=film)
+    v = norm(h if bias is None else h + bias[:, None, None])
+    if film is not None:
+        scale, shift = film[..., None, None].chunk(2, dim=1)
+        v = (1 + scale) * v + shift
+    # GroupNorm on a GPU leaves channels_last and half precision: back to them
+    return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last)
+
+
+def doubled(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
+    """Each pixel copied to 2x2; autocast would make single precision of it."""
+    with torch.autocast(h.device.type, enabled=False):
+        return nnf.interpolate(h, scale_factor=2, mode="nearest")
+
+
 class Residual(nn.Module):
     """skip(h) + conv(SiLU(film(norm conv(SiLU(norm h))))), with film(u) = (1 + scale) u + shift from the time vector.
 
     The second convolution starts at zero, so that the block starts as its skip: the identity, or a 1x1 convolution
-    where the number of channels changes. With `cond` = 0 there is no film.
+    where the number of channels changes. With `cond` = 0 there is no film. The network computes the films of all its
+    blocks as one product and hands each its own; the weights are held here.
     """
 
     def __init__(self, inputs: int, channels: int, groups: int, cond: int):
@@ -110,26 +175,25 @@ class Residual(nn.Module):
         nn.init.zeros_(self.conv_out.bias)
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
-    def forward(self, h: Float[Tensor, "B I H W"], cond: Float[Tensor, "B T"] | None) -> Float[Tensor, "B C H W"]:
+    def forward(self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Float[Tensor, "B C H W"]:
         """Features of the same side."""
-        u = self.conv_in(_activate(self.norm_in(h), h))
-        v = self.norm_out(u)
-        if self.film is not None:
-            scale, shift = self.film(cond)[..., None, None].chunk(2, dim=1)
-            v = (1 + scale) * v + shift
-        return (h if self.skip is None else self.skip(h)) + self.conv_out(_activate(v, u))
-
-
-def _activate(u: Float[Tensor, "B C H W"], like: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-    """SiLU, in the precision of the map that was normalised; GroupNorm on a GPU leaves channels_last, so back to it."""
-    return nnf.silu(u).to(like.dtype, memory_format=torch.channels_last)
+        kernels = _fused(h)
+        if kernels is None:
+            u = self.conv_in(norm_silu(self.norm_in, h))
+            return (h if self.skip is None else self.skip(h)) + self.conv_out(norm_silu(self.norm_out, u, film=film))
+        u = convolve(self.conv_in, norm_silu(self.norm_in, h))
+        v = convolve(self.conv_out, norm_silu(self.norm_out, u, film=film, bias=self.conv_in.bias))
+        if self.skip is None:
+            return kernels.add_bias(v, self.conv_out.bias, h)
+        assert self.conv_out.bias is not None and self.skip.bias is not None
+        return kernels.add_bias(v, self.conv_out.bias + self.skip.bias, convolve(self.skip, h))
 
 
 @dataclass
 class Flow:
     """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
 
-    cond: Float[Tensor, "B T"]
+    films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
     route: Route | None
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
     logits: list[Tensor] = field(default_factory=list)
@@ -139,7 +203,7 @@ class Flow:
         """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
         self.logits.append(logits)
         self.gates.append(gate)
-        self.cond = kept(self.cond, gate)
+        self.films = [kept(film, gate) for film in self.films]
         self.skips = [as_map(kept(as_rows(skip), gate)) for skip in self.skips]
 
 
@@ -171,7 +235,7 @@ class Block(nn.Module):
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
-        h = self.residual(h, flow.cond)
+        h = self.residual(h, flow.films.pop(0))
         if self.branch is None:
             return h
         if flow.route is None:
@@ -231,23 +295,23 @@ class UNet(Backbone):
         route: Route | None = None,
     ) -> BackboneOut:
         """See `Backbone.forward`."""
-        rows = self.token(x)
+        rows = embed(self.token, x)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
-        flow = Flow(self._condition(t, cond), route)
+        flow = Flow(self._films(t, cond), route)
         blocks = iter(self.blocks)
-        h = next(blocks)(self.stem(as_map(rows)), flow)
+        h = next(blocks)(convolved(self.stem, as_map(rows)), flow)
         flow.skips.append(h)
         for down in self.down:
-            h = next(blocks)(down(h), flow)
+            h = next(blocks)(convolved(down, h), flow)
             flow.skips.append(h)
         h = next(blocks)(h, flow)
         h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         for up in self.up:
-            h = up(nnf.interpolate(h, scale_factor=2, mode="nearest"))
+            h = convolved(up, doubled(h))
             h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         h = next(blocks)(h, flow)
-        logits = token_logits(self.head(as_rows(_activate(self.norm(h), h))), self.mask_id)
+        logits = token_logits(self.head(as_rows(norm_silu(self.norm, h))), self.mask_id)
         return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
@@ -259,14 +323,21 @@ class UNet(Backbone):
         squares = values.unflatten(-1, (coarse, each, coarse, each))
         return squares.sum((-3, -1)).flatten(-2)
 
-    def _condition(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B T"]:
-        """The time vector, with the latent appended where there is one."""
-        time = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
-        if not self.has_cond:
-            return time
-        if cond is None:
-            raise ValueError("a backbone with a latent needs cond")
-        return torch.cat([time, cond.to(time.dtype)], dim=-1)
+    def _films(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> list[Float[Tensor, "B _2C"]]:
+        """Scale and shift of every block from the time vector, with the latent appended where there is one."""
+        vector = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
+        if self.has_cond:
+            if cond is None:
+                raise ValueError("a backbone with a latent needs cond")
+            vector = torch.cat([vector, cond.to(vector.dtype)], dim=-1)
+        weight = torch.cat([residual.film.weight for residual in self.residuals() if residual.film is not None])
+        return list(nnf.linear(vector, weight).chunk(len(self.blocks), dim=-1))
+
+    def residuals(self) -> Iterator[Residual]:
+        """The residual blocks in network order."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block.residual
 
 
 class Encoder(nn.Module):
@@ -295,10 +366,10 @@ class Encoder(nn.Module):
     ) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         dtype = self.token.weight.dtype
-        rows = self.token(x0) + marks[..., None].to(dtype) * self.mark
+        rows = embed(self.token, x0) + marks[..., None].to(dtype) * self.mark
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
-        h = self.stem(as_map(rows))
+        h = convolved(self.stem, as_map(rows))
         for down, block in zip(self.down, self.blocks, strict=True):
-            h = block(down(h), None)
-        pooled = self.head(nnf.silu(self.norm(h)).mean((2, 3)))
+            h = block(convolved(down, h), None)
+        pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
         return pooled if pooled.dtype == torch.float64 else pooled.float()

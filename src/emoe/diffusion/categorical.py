@@ -6,10 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from emoe.compiled import compiled
+
 # Uniforms of 0 and 1 would give infinite noise; 53 bits hold everything in between.
 _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53
 
 
+@compiled
 def gumbel_from_uniform(u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Standard Gumbel noise g = -log(-log u) in float64, finite for every u in [0, 1]."""
     return -torch.log(-torch.log(u.double().clamp(_SMALLEST, _LARGEST)))

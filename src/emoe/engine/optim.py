@@ -123,11 +123,17 @@ class Optimizer:
         saved = groups["optim"]
         for name, p in zip(self.names, self.params, strict=True):
             keys = [key for key in saved if key.rsplit("/", 1)[0] == name]
-            self.adam.state[p] = {key.rsplit("/", 1)[1]: saved[key].to(p.device).clone() for key in keys}
+            self.adam.state[p] = {key.rsplit("/", 1)[1]: _laid_out_like(p, saved[key]) for key in keys}
         self.skipped.copy_(saved["skipped"])
         self.skipped_in_row.copy_(saved["skipped_in_row"])
         for name, average in zip(self.names, self.ema, strict=False):
             average.copy_(groups["ema"][name])
+
+
+def _laid_out_like(p: Tensor, saved: Tensor) -> Tensor:
+    """A copy on p's device; in p's order in memory too where it has p's shape, as the fused kernels demand."""
+    where = torch.empty_like(p) if saved.shape == p.shape else torch.empty(saved.shape, device=p.device)
+    return where.to(saved.dtype).copy_(saved)
 
 
 def ema_decay(decay: float, step: int) -> float:

@@ -41,6 +41,8 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._former[number] = signal.signal(number, self._handle)
+            # Whoever started this process may have blocked signals, and a blocked one is never handled.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._former)
         return self
 
     def __exit__(self, *_: object) -> None:

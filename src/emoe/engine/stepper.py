@@ -46,6 +46,8 @@ class Stepper:
         self.module, self.batches, self.ramps, self.config = module, batches, dict(ramps), optim
         self.total, self.rng, self.ema, self.precision = total, rng, ema, precision
         self.device = rng.device
+        if self.device.type == "cuda":
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what convolutions want
         self.values = torch.zeros(len(self.ramps) + 2, device=self.device)  # ramps, learning rate, EMA decay
         self.knobs = {name: self.values[i] for i, name in enumerate(self.ramps)}
         self.optimizer = Optimizer(module, optim, ema=ema, lr=self.values[-2], ema_decay=self.values[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ class TrainConfig(Config):
     ema: float = option(0.0, doc="decay of the moving average of the weights; 0 = none", low=0, high=0.999999)
     precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs know fp32 and bf16 only")
     cuda_graph: bool = option(True, doc="capture the step as a CUDA graph where there is a GPU")
+    deterministic: bool = option(
+        False, doc="only kernels that give equal bits each time: resumption is then exact on a GPU too, and slower"
+    )
     log_every: int = option(100, doc="steps between two log lines", low=1)
     save_every: int = option(2_000, doc="steps between two checkpoints", low=1)
     keep: int = option(2, doc="checkpoints kept", low=2)
@@ -82,15 +86,14 @@ def fit(
     display of this one run, for callers that show several.
 
     Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
-    at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU with
-    kernels that are deterministic).
+    at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU if
+    it is `deterministic`).
 
     Raises:
         checkpoint.StorageError: A checkpoint cannot be written or read.
         NumericFailure: The loss stays non-finite; the parameters are those of the last good step.
     """
-    # A setting of the whole process: said in both cases, so that no earlier run decides.
-    torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
+    set_arithmetic(train)
     folder = run_dir / "checkpoints"
     watched = contextlib.nullcontext(stop) if stop is not None else StopSignal()
     with RunLock(run_dir), watched as stop:
@@ -135,6 +138,18 @@ def fit(
             if board is not None:
                 board.close()
         return FitResult(step, time.monotonic() - began, stop.requested)
+
+
+def set_arithmetic(train: TrainConfig) -> None:
+    """Settings of the whole process: all said in every case, so that no earlier run decides.
+
+    Unless a run is `deterministic`, cuDNN tries its convolutions and takes the fastest, not the same one every time.
+    """
+    torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(train.deterministic)
+    torch.backends.cudnn.benchmark = not train.deterministic
 
 
 def _restore(stepper: Stepper, folder: Path) -> int:

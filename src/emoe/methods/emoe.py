@@ -5,7 +5,7 @@ One router read on the clean sequence is the posterior, on the noisy one the pri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, Predicted,
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
-from emoe.routing.kl import load_balance, position_kl, route_kl, routing_entropy, usage, usage_shortfall
+from emoe.routing.kl import load_balance, position_kl, route_kl, route_log, routing_entropy, usage_shortfall
 from emoe.routing.routes import Gradient, Redraw, carried, carries, draw, paired, sharpened
 from emoe.types import Denoised, Gate, Inference, Objective, TokenSpace, Wants, Weighed
 
@@ -151,8 +151,8 @@ class EMoE(MaskedDiffusion):
         Router logits of the clean half are the posterior, those of the noisy half along the same z the prior.
         """
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
-        kl = route_kl(passes.post, passes.prior)
-        return Inference(passes.log_x_theta, kl.sum(-1), self._balance(passes), self._log(kl, passes),
+        at, kl = self._route_kl(passes)
+        return Inference(passes.log_x_theta, kl.sum(-1), self._balance(passes), self._log(at, passes),
                          self._train_kl(kl, passes, xt), passes.out.log_token)  # fmt: skip
 
     def objective(
@@ -168,11 +168,11 @@ class EMoE(MaskedDiffusion):
         if config.estimator == "pathwise" and config.draws == 1:
             return super().objective(x0, xt, t, knobs, rng)
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng, draws=config.draws)
-        kl, beta = route_kl(passes.post, passes.prior), self.kl_weight(t, knobs)
+        (at, kl), beta = self._route_kl(passes), self.kl_weight(t, knobs)
         log_token = log_token_of(passes.out, x0.repeat_interleave(config.draws, dim=0))
         f = config.schedule.elbo_weight(t)[:, None, None] * log_token.unflatten(0, (len(x0), config.draws))
         recon, kl_row = -f.sum(-1).mean(1), kl.sum(-1).view(len(x0), -1).mean(1)
-        log = self._log(kl, passes)
+        log = self._log(at, passes)
         if config.estimator == "pathwise":
             counted = self._train_kl(kl, passes, xt.repeat_interleave(config.draws, dim=0))
             loss = recon + beta * (kl_row if counted is None else counted.view(len(x0), -1).mean(1))
@@ -294,23 +294,25 @@ class EMoE(MaskedDiffusion):
             losses.append(usage_shortfall(passes.summed, self.config.usage_floor))
         return self.config.balance * torch.stack(losses).mean()
 
-    @torch.no_grad()
-    def _log(self, kl: Float[Tensor, "N D"], passes: Passes) -> dict[str, Tensor]:
+    def _route_kl(self, passes: Passes) -> tuple[list[Float[Tensor, "N _P"]], Float[Tensor, "N D"]]:
+        """The route KL of each block at every position, and summed over them: `route_kl`, with its parts kept."""
+        at = [position_kl(post, prior) for post, prior in zip(passes.post, passes.prior, strict=True)]
+        return at, torch.stack([kl.sum(-1) for kl in at], dim=-1)
+
+    def _log(self, at: Sequence[Float[Tensor, "N _P"]], passes: Passes) -> dict[str, Tensor]:
         """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block.
 
         Of a block that is summed out: entropy and mean of the prior's probabilities.
         """
-        log = {}
-        for d, (post, prior, route) in enumerate(zip(passes.post, passes.prior, passes.routes, strict=True)):
-            log[f"route_kl/block{d + 1}"] = kl[:, d].mean() / post.shape[1]
-            log[f"route_kl_at/block{d + 1}"] = position_kl(post, prior).mean(0)
-            log[f"post_entropy/block{d + 1}"] = routing_entropy(post)
-            log[f"prior_entropy/block{d + 1}"] = routing_entropy(prior)
-            log[f"usage/block{d + 1}"] = usage(route, self.config.experts)
+        names = ("route_kl", "route_kl_at", "post_entropy", "prior_entropy", "usage")
+        log: dict[str, Tensor] = {}
+        for d, (post, prior, route, kl) in enumerate(zip(passes.post, passes.prior, passes.routes, at, strict=True)):
+            values = route_log(post.detach(), prior.detach(), route, kl.detach())
+            log |= {f"{name}/block{d + 1}": value for name, value in zip(names, values, strict=True)}
         if passes.summed is not None:
-            block = len(passes.post) + 1
-            log[f"prior_entropy/block{block}"] = routing_entropy(passes.summed)
-            log[f"usage/block{block}"] = torch.softmax(passes.summed, -1).mean((0, 1))
+            block, prior = len(passes.post) + 1, passes.summed.detach()
+            log[f"prior_entropy/block{block}"] = routing_entropy(prior)
+            log[f"usage/block{block}"] = torch.softmax(prior, -1).mean((0, 1))
         return log
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.compiled import compiled
 from emoe.types import Gate
 
 Dispatch = Literal["auto", "loop", "grouped", "dense"]
@@ -115,16 +116,29 @@ class RoutedExperts(nn.Module):
     def _dense(
         self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, "N k"], weight: Float[Tensor, "N k"]
     ) -> Float[Tensor, "N K"]:
-        """All experts on all rows as two plain matrix products; weights of 0 leave no gradient in an expert.
+        """All experts on all rows as two plain matrix products; weights of 0 leave no gradient in an expert."""
+        return _all_experts(rows_NK, expert, weight, self.w_in, self.b_in, self.w_out, self.b_out, self.approximate)
 
-        The gate multiplies the hidden layer: sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b.
-        """
-        experts, width, hidden = self.w_in.shape
-        mix_NE = weight.new_zeros(len(rows_NK), experts).scatter(1, expert, weight)
-        w_in_KEF = self.w_in.transpose(0, 1).reshape(width, experts * hidden)
-        h_NEF = self._activate(torch.addmm(self.b_in.flatten(), rows_NK, w_in_KEF)).view(-1, experts, hidden)
-        mixed = (h_NEF * mix_NE[..., None]).flatten(1)
-        return mixed @ self.w_out.view(experts * hidden, width) + mix_NE @ self.b_out
+
+@compiled
+def _all_experts(
+    rows_NK: Float[Tensor, "N K"],
+    expert: Int[Tensor, "N k"],
+    weight: Float[Tensor, "N k"],
+    w_in: Float[Tensor, "E K F"],
+    b_in: Float[Tensor, "E F"],
+    w_out: Float[Tensor, "E F K"],
+    b_out: Float[Tensor, "E K"],
+    approximate: str,
+) -> Float[Tensor, "N K"]:
+    """sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b: gates multiply the hidden layer."""
+    experts, width, hidden = w_in.shape
+    mix_NE = (expert[..., None] == torch.arange(experts, device=expert.device)).to(weight.dtype)
+    mix_NE = (mix_NE * weight[..., None]).sum(1)
+    w_in_KEF = w_in.transpose(0, 1).reshape(width, experts * hidden)
+    h_NEF = nnf.gelu(torch.addmm(b_in.flatten(), rows_NK, w_in_KEF), approximate=approximate).view(-1, experts, hidden)
+    mixed = (h_NEF * mix_NE[..., None].to(h_NEF.dtype)).flatten(1)
+    return mixed @ w_out.view(experts * hidden, width) + mix_NE @ b_out
 
 
 def _uniform(*shape: int, fan_in: int) -> Tensor:

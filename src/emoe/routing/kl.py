@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from emoe.compiled import compiled
 from emoe.diffusion.categorical import categorical_kl
 
 
@@ -26,27 +27,27 @@ def route_kl(
         prior: Router logits of the noisy pass along the same routes.
         positions: Optional weight of each position (1 counts, 0 does not).
     """
-    per_block = []
-    for post_d, prior_d in zip(post, prior, strict=True):
-        kl = position_kl(post_d, prior_d)
-        per_block.append((kl if positions is None else kl * positions).sum(-1))
-    return torch.stack(per_block, dim=-1)
+    at = [position_kl(post_d, prior_d) for post_d, prior_d in zip(post, prior, strict=True)]
+    return torch.stack([(kl if positions is None else kl * positions).sum(-1) for kl in at], dim=-1)
 
 
+@compiled
 def position_kl(post: Float[Tensor, "B P E"], prior: Float[Tensor, "B P E"]) -> Float[Tensor, "B P"]:
     """KL(Cat(post) || Cat(prior)) at each position of a block, from router logits."""
     return categorical_kl(torch.log_softmax(post, -1), torch.log_softmax(prior, -1))
 
 
+@compiled
 def load_balance(logits: Float[Tensor, "B P E"], route: Int[Tensor, "B P"]) -> Float[Tensor, ""]:
     """Switch loss E * sum_e f_e * P_e of one block: f = share of positions sent to e, P = mean router probability.
 
     1 when experts are used evenly, E when one takes all.
     """
-    probs = torch.softmax(logits, -1).mean((0, 1))
+    probs = torch.softmax(logits, -1).mean(1).mean(0)
     return logits.shape[-1] * (usage(route, logits.shape[-1]).to(probs.dtype) * probs).sum()
 
 
+@compiled
 def usage_shortfall(logits: Float[Tensor, "B P E"], floor: float) -> Float[Tensor, ""]:
     """max(0, floor - H(mean router distribution)) of one block, in nats: 0 as long as enough experts are in use."""
     probs = torch.softmax(logits, -1).mean((0, 1))
@@ -55,7 +56,16 @@ def usage_shortfall(logits: Float[Tensor, "B P E"], floor: float) -> Float[Tenso
 
 def usage(route: Int[Tensor, "B P"], experts: int) -> Float[Tensor, " E"]:
     """Share of positions that run each expert."""
-    return torch.nn.functional.one_hot(route, experts).float().mean((0, 1))
+    # in two steps: a GPU takes its time over one sum of very many numbers
+    return torch.nn.functional.one_hot(route, experts).float().mean(1).mean(0)
+
+
+@compiled
+def route_log(
+    post: Float[Tensor, "B P E"], prior: Float[Tensor, "B P E"], route: Int[Tensor, "B P"], kl: Float[Tensor, "B P"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the log says of a block: mean KL and KL of each position, entropy of both sides, usage."""
+    return kl.mean(), kl.mean(0), routing_entropy(post), routing_entropy(prior), usage(route, post.shape[-1])
 
 
 def routing_entropy(logits: Float[Tensor, "B P E"]) -> Float[Tensor, ""]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from emoe.compiled import compiled
 from emoe.diffusion.categorical import gumbel
 from emoe.types import Gate, Route
 
@@ -45,25 +46,49 @@ def straight_through(
     - "gumbel-rao": all E weights, averaged over noise given the drawn expert (Paulus et al. 2021); needs `generator`.
     - "none": no gradient; for estimators that look at whole draws.
     """
+    if gradient in ("top-k", "selected", "all"):
+        count = log_rho.shape[-1] if gradient == "all" else top_k
+        return Gate(*_relaxed(log_rho, noise, relax_tau, count, 1 if gradient == "selected" else count))
     perturbed = log_rho + noise.to(log_rho.dtype)
-    count = {"top-k": top_k, "selected": top_k, "none": 1}.get(gradient, log_rho.shape[-1])
-    expert = perturbed.topk(count, dim=-1).indices
+    expert = largest(perturbed, 1 if gradient == "none" else log_rho.shape[-1])
     if gradient == "none":
         return Gate(expert, torch.ones_like(expert, dtype=log_rho.dtype))
     if gradient == "reinmax":
         weight = reinmax_weights(log_rho, expert[..., 0], relax_tau).gather(-1, expert)
-    elif gradient == "gumbel-rao":
+    else:
         assert generator is not None
         weight = gumbel_rao_weights(log_rho, expert[..., 0], relax_tau, generator).gather(-1, expert)
-    else:
-        relaxed = torch.softmax(perturbed / relax_tau, dim=-1).gather(-1, expert)
-        weight = relaxed / relaxed.sum(-1, keepdim=True)
-    if gradient == "selected":
-        expert, weight = expert[..., :1], weight[..., :1]
-    hard = torch.zeros_like(weight)
-    hard[..., 0] = 1
+    return Gate(expert, _hardened(weight))
+
+
+@compiled
+def _relaxed(
+    log_rho: Float[Tensor, "B P E"], noise: Float[Tensor, "B P E"], tau: Tensor | float, count: int, kept: int
+) -> tuple[Int[Tensor, "B P k"], Float[Tensor, "B P k"]]:
+    """The first `kept` of `count` experts by relaxed weight, with weights renormalised over `count` (Eq. 10-11)."""
+    perturbed = log_rho + noise.to(log_rho.dtype)
+    expert = largest(perturbed, count)
+    relaxed = torch.softmax(perturbed / tau, dim=-1).gather(-1, expert)
+    weight = relaxed / relaxed.sum(-1, keepdim=True)
+    return expert[..., :kept], _hardened(weight[..., :kept])
+
+
+def _hardened(weight: Float[Tensor, "B P k"]) -> Float[Tensor, "B P k"]:
+    """(1, 0, ..., 0) with the gradient of the weights."""
+    hard = (torch.arange(weight.shape[-1], device=weight.device) == 0).to(weight.dtype)
     # This order of operations gives exactly 1 and 0 in every precision; 1 + w - w.detach() does not.
-    return Gate(expert, (weight - weight.detach()) + hard)
+    return (weight - weight.detach()) + hard
+
+
+def largest(scores: Float[Tensor, "*N E"], count: int) -> Int[Tensor, "*N k"]:
+    """Indices of the `count` largest scores, the largest first."""
+    if count > 2:
+        return scores.topk(count, dim=-1).indices
+    first = scores.argmax(-1, keepdim=True)  # two passes over few numbers are quicker than a sort
+    if count == 1:
+        return first
+    is_first = torch.arange(scores.shape[-1], device=scores.device) == first
+    return torch.cat([first, scores.masked_fill(is_first, float("-inf")).argmax(-1, keepdim=True)], -1)
 
 
 def reinmax_weights(

@@ -1,0 +1,45 @@
+"""Small functions of tensors that a GPU runs as few kernels: `torch.compile` where it pays, as written elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+SHAPES = 64  # forms of one function that may be compiled in a process
+
+
+@functools.cache
+def kernels_wanted() -> bool:
+    """Whether there is Triton to make kernels with, and EMOE_FUSED=0 does not ask for plain PyTorch."""
+    return importlib.util.find_spec("triton") is not None and os.environ.get("EMOE_FUSED") != "0"
+
+
+def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Compile a function of tensors for training on a GPU; with a CPU, or without gradients, it runs as written.
+
+    For functions that are many tiny operations: a training step is then bound by the number of its kernels. What is
+    measured and sampled comes from the plain form, in whatever shape, and pays no compilation.
+    """
+    made: list[Callable[Arguments, Result]] = []
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
+        if not (on_gpu and torch.is_grad_enabled() and kernels_wanted()):
+            return function(*args, **kwargs)
+        if not made:
+            import torch._dynamo.config as config
+
+            config.recompile_limit = max(config.recompile_limit, SHAPES)
+            made.append(torch.compile(function, dynamic=False, fullgraph=True))
+        return made[0](*args, **kwargs)
+
+    return call
