@@ -23,7 +23,7 @@ from torch import Tensor
 
 PROGRAMS = 128  # about as many as a large GPU has multiprocessors
 IN_FLIGHT = 8192  # numbers of a map that a program reads at once
-WARPS = 16
+WARPS = 8
 ROWS = 256  # rows of a map that one program adds up
 
 

@@ -27,7 +27,7 @@ class RoutedExperts(nn.Module):
     the output, the others only give the gradient of their weight, so they run without a gradient of their own.
 
     `dispatch`: "loop" visits each expert's rows (the reference, any precision); "grouped" sorts rows by expert and
-    runs grouped matrix products; "dense" computes all experts everywhere (fixed shapes, which CUDA graphs need).
+    runs grouped matrix products; "dense" computes all experts everywhere, which pays where they are small.
     "auto" takes dense on a GPU and grouped on a CPU, and the loop where grouped products do not exist.
 
     `activation`: "gelu" is exact, "gelu-tanh" the approximation 0.5 u (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))).
@@ -105,8 +105,10 @@ class RoutedExperts(nn.Module):
     def _grouped(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
         """Rows sorted by expert, then one grouped product per layer; every group may be empty."""
         order = expert.argsort(stable=True)
-        ends = torch.bincount(expert, minlength=self.experts).cumsum(0).to(torch.int32)
         sorted_expert = expert[order]
+        # where each expert's rows end; counting them by bincount would wait for the GPU, which a CUDA graph cannot
+        experts = torch.arange(self.experts, device=expert.device)
+        ends = torch.searchsorted(sorted_expert, experts, right=True).to(torch.int32)
         hidden = _grouped_mm(_Permute.apply(rows_NK, order), self.w_in, ends)
         hidden = self._activate(hidden + _expand_bias(self.b_in, sorted_expert))
         out = _grouped_mm(hidden, self.w_out, ends) + _expand_bias(self.b_out, sorted_expert)
