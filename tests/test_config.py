@@ -20,7 +20,7 @@ from emoe.config import ConfigError, Family, allowed_range, field_hint, from_dic
 from emoe.domains.base import DomainConfig
 from emoe.engine.optim import OptimConfig
 from emoe.engine.trainer import TrainConfig
-from emoe.experiment import EvalConfig, Experiment, differences
+from emoe.experiment import EvalConfig, Experiment, customise, differences
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.vadd import VADDConfig
@@ -457,3 +457,13 @@ def test_families_know_their_kinds() -> None:
         for kind in family.known_kinds():
             assert issubclass(family.resolve(kind), family) and family.resolve(kind).kind == kind
     assert Family.members == {}
+
+
+def test_a_sparse_dictionary_leaves_out_what_is_as_declared_at_any_depth() -> None:
+    experiment = get_recipe("toy-8modes-mdlm")
+    sparse, full = to_dict(experiment, sparse=True), to_dict(experiment)
+    assert sparse["method"]["kind"] == "mdlm" and "schedule" not in sparse["method"] and "schedule" in full["method"]
+    changed = customise(experiment, {"train.log-every": "7", "method.schedule": "cosine"})
+    other = to_dict(changed, sparse=True)
+    assert other["train"]["log_every"] == 7 and other["method"]["schedule"]["kind"] == "cosine"
+    assert from_dict(Experiment, sparse) == experiment and from_dict(Experiment, other) == changed

@@ -23,7 +23,7 @@ PACKAGE = Path(emoe.__file__).parent
 
 BASE = ["config", "types", "rng", "ramps", "compiled"]
 PLAIN = ["results", "tables", "report", "grid", "files", "machine", "paper", "readme", "curves", "toy_report"]
-PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks", "image_blocks"]
+PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks", "image_blocks", "text_blocks"]
 EVERYTHING = ["*"]
 
 # Module (the first pattern that fits) -> modules of the package that it may import; what fits the same pattern too,
@@ -31,6 +31,7 @@ EVERYTHING = ["*"]
 LAYERS: dict[str, list[str]] = {
     "config": [],
     "compiled": [],
+    "kernels*": [],
     "types": [],
     "rng": [],
     "ramps": ["config"],

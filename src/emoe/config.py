@@ -196,16 +196,21 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Plain JSON-able dictionary of a config; families carry their `kind`."""
+def to_dict(config: Config, *, sparse: bool = False) -> dict[str, Any]:
+    """Plain JSON-able dictionary of a config; families carry their `kind`.
+
+    `sparse` leaves out fields that have their default value, so that it stays the same when new fields are added.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, Config):
-            return to_dict(value)
+            return to_dict(value, sparse=sparse)
         return list(value) if isinstance(value, tuple) else value
 
     head = {"kind": config.kind} if isinstance(config, Family) else {}
-    return head | {name: plain(getattr(config, name)) for name in field_types(type(config))}
+    default = {field.name: field.default for field in dataclasses.fields(config)} if sparse else {}
+    values = {name: getattr(config, name) for name in field_types(type(config))}
+    return head | {name: plain(value) for name, value in values.items() if not sparse or value != default[name]}
 
 
 def from_dict(cls: type[C], data: Any, path: str = "") -> C:

@@ -95,13 +95,13 @@ def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, channels, 3, stride=stride, padding=1)
 
 
-# --- What stands between convolutions: plain, or by kernels of `backbones.unet_kernels` on a GPU ---------------------
+# --- What stands between convolutions: plain, or by kernels of `emoe.kernels.maps` on a GPU ---------------------
 
 
 @functools.cache
 def _kernels() -> ModuleType | None:
     """The fused kernels, where they are wanted."""
-    return importlib.import_module("emoe.backbones.unet_kernels") if kernels_wanted() else None
+    return importlib.import_module("emoe.kernels.maps") if kernels_wanted() else None
 
 
 def _fused(h: Tensor) -> ModuleType | None:

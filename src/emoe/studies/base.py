@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -57,11 +58,13 @@ class Study:
     sampled: bool = True  # draw and measure samples as each experiment says; else `more` alone measures
     tolerant: bool = False  # a run that fails is noted in `failed` and the others go on
     deadline: float | None = None  # of time.monotonic(): later no run starts; finished ones are still measured
+    stops: bool = False  # at the deadline a run that is under way is stopped and saved
     labels: dict[str, str] = field(default_factory=dict)  # name of a run's folder -> what the log calls it
     pools: Pools = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # name of a run's folder -> what ended it
-    skipped: list[str] = field(default_factory=list)  # folders of runs that were not started
+    skipped: list[str] = field(default_factory=list)  # folders of runs that were not started, or not finished
+    seconds: dict[str, float] = field(default_factory=dict)  # folder of a run -> how long it was trained just now
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -123,19 +126,24 @@ class Study:
 
     def _one(self, experiment: Experiment, stop: StopSignal, shares: Shares) -> str:
         """Train and measure one experiment; returns a line about it."""
-        label = self._label(experiment)
+        label, name = self._label(experiment), run_name(experiment)
         with self._own_stream():
             run = train(
                 experiment,
-                self.folder / run_name(experiment),
+                self.folder / name,
                 resume=True,
                 device=str(self.device),
-                stop=stop,
+                stop=Until(stop, self.deadline) if self.stops else stop,
                 progress=shares.of(label),
             )
             assert run.result is not None
+            self.seconds[name] = run.result.seconds
             if run.result.signal is not None:
-                raise Interrupted(run.result.signal)
+                if not self.stops or stop.requested is not None:
+                    raise Interrupted(run.result.signal)
+                if run.step < experiment.train.steps:  # the deadline may come with the last step
+                    self.skipped.append(name)
+                    return f"{label}: stopped and saved at step {run.step:,}, the time is up"
 
             def keep(pool: Pool) -> None:
                 self.pools[run.domain.name, method_name(experiment), experiment.seed, pool.nfe] = pool.samples
@@ -172,6 +180,20 @@ class Study:
         """Say what is going on."""
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
+
+
+class Until(StopSignal):
+    """A stop that another one asks for, or that comes at a moment of `time.monotonic()`."""
+
+    def __init__(self, stop: StopSignal, deadline: float | None):
+        super().__init__()
+        self.stop, self.deadline = stop, deadline
+
+    @property
+    def requested(self) -> int | None:
+        """See `StopSignal`; at the deadline as if a SIGTERM had come."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.stop.requested or (int(signal.SIGTERM) if late else None)
 
 
 class Shares:
@@ -217,8 +239,11 @@ def steps_done(run: Path) -> int:
 
 
 def run_name(experiment: Experiment) -> str:
-    """Folder of an experiment: readable, and different for every difference in what it says."""
-    digest = hashlib.sha256(json.dumps(to_dict(experiment), sort_keys=True).encode()).hexdigest()[:8]
+    """Folder of an experiment: readable, and different for every difference in what it says.
+
+    Fields at their default are left out: a run that was begun before an option existed is still found.
+    """
+    digest = hashlib.sha256(json.dumps(to_dict(experiment, sparse=True), sort_keys=True).encode()).hexdigest()[:8]
     return f"{experiment.name.partition(' ')[0]}-seed{experiment.seed}-{digest}"
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels for the UNet on a GPU: what stands between two convolutions as one pass over memory.
+"""Kernels for feature maps of a UNet: what stands between two convolutions as one pass over memory.
 
 PyTorch's GroupNorm leaves channels_last and, under autocast, single precision, so that norm, film and SiLU are a dozen
 kernels with copies between layouts; here they are one forward and one backward. Both functions say what they compute;

@@ -1,0 +1,119 @@
+"""The fused kernels against the plain form; on a GPU, or on a CPU by Triton's interpreter where Triton is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from emoe.backbones import unet
+from emoe.recipes import get_recipe
+from emoe.rng import Rng
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no Triton here (pip install triton)", allow_module_level=True)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+
+def unchecked(name: str) -> ModuleType:
+    """A module as it is written: Triton reads the source of kernels, which wrappers that check types would hide."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    plain_spec = importlib.util.spec_from_file_location(name, spec.origin)
+    assert plain_spec is not None and plain_spec.loader is not None
+    module = importlib.util.module_from_spec(plain_spec)
+    sys.modules[name] = module
+    plain_spec.loader.exec_module(module)
+    return module
+
+
+maps: Any = unchecked("emoe.kernels.maps")
+
+
+def plain(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, bias: Tensor | None, film: Tensor | None) -> Tensor:
+    v = nnf.group_norm(x if bias is None else x + bias[:, None, None], groups, gamma, beta)
+    if film is not None:
+        scale, shift = film[..., None, None].chunk(2, 1)
+        v = (1 + scale) * v + shift
+    return nnf.silu(v)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
+
+
+def assert_equal(mine: Tensor, wanted: Tensor, leaves: list[Tensor], weight: Tensor, tolerance: float = 2e-5) -> None:
+    """Values and gradients agree, in proportion to the largest entry."""
+    pairs = [(mine, wanted)]
+    pairs += zip(
+        torch.autograd.grad((mine * weight).sum(), leaves), torch.autograd.grad((wanted * weight).sum(), leaves),
+        strict=True,
+    )  # fmt: skip
+    for a, b in pairs:
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_film", [False, True])
+@pytest.mark.parametrize(("batch", "channels", "groups", "side"), [(3, 72, 8, 4), (2, 144, 8, 8), (3, 24, 3, 2)])
+def test_norm_film_and_silu(
+    batch: int, channels: int, groups: int, side: int, with_film: bool, with_bias: bool
+) -> None:
+    x = normal(batch, channels, side, side, seed=0)
+    gamma, beta = normal(channels, seed=1), normal(channels, seed=2)
+    bias = normal(channels, seed=3) if with_bias else None
+    film = normal(batch, 2 * channels, seed=4) if with_film else None
+    leaves = [leaf for leaf in (x, gamma, beta, bias, film) if leaf is not None]
+    mine = maps.norm_silu(x, gamma, beta, groups, bias=bias, film=film)
+    assert mine.is_contiguous(memory_format=torch.channels_last)
+    assert_equal(mine, plain(x, gamma, beta, groups, bias, film), leaves, normal(*x.shape, seed=5).detach())
+
+
+def test_a_large_mean_does_not_drown_the_variance() -> None:
+    x = (normal(2, 16, 8, 8, seed=0).detach() + 1000).requires_grad_()
+    gamma, beta = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE)
+    wanted = plain(x.double(), gamma.double(), beta.double(), 8, None, None)
+    assert (maps.norm_silu(x, gamma, beta, 8) - wanted).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("with_skip", [False, True])
+def test_bias_and_skip(with_skip: bool) -> None:
+    x, bias = normal(3, 24, 20, 20, seed=0), normal(24, seed=1)  # 1,200 rows: several programs, the last not full
+    skip = normal(*x.shape, seed=2) if with_skip else None
+    wanted = x + bias[:, None, None] + (0 if skip is None else skip)
+    leaves = [leaf for leaf in (x, bias, skip) if leaf is not None]
+    assert_equal(maps.add_bias(x, bias, skip), wanted, leaves, normal(*x.shape, seed=3).detach())
+
+
+@pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])
+def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = get_recipe(f"digits-{method}")
+    domain = experiment.domain.build(0)
+    torch.manual_seed(0)
+    model = experiment.build_method(domain.space).to(DEVICE)
+    for parameter in model.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))  # some start at zero, and would hide others
+    batch = domain.batches(4, 0, device=DEVICE)(0)
+    knobs = {name: torch.tensor(float(ramp(10, 100)), device=DEVICE) for name, ramp in model.ramps.items()}
+
+    def gradients(kernels: Any) -> tuple[float, list[Tensor]]:
+        monkeypatch.setattr(unet, "_fused", lambda h: kernels)
+        model.zero_grad()
+        loss = model(batch, knobs, Rng(0, device=DEVICE)).total
+        loss.backward()
+        return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    (want, wanted), (mine, found) = gradients(None), gradients(maps)
+    assert mine == pytest.approx(want, rel=1e-5)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7
