@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from emoe.backbones import unet
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.layers import Router
 from emoe.backbones.unet import UNet, UNetConfig, as_map, as_rows
@@ -462,3 +463,17 @@ def test_comparisons_of_draws_judge_rows_or_squares(credit: str):
     weights = torch.softmax(value, 1)
     assert ratio.abs().max() > 0.1  # routes count
     assert torch.allclose(out.log["effective_draws"], (1 / weights.square().sum(1)).mean(), atol=1e-4)
+
+
+def test_weights_are_cast_together_as_one_by_one():
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((4, 3, 3, 3), (2, 4, 1, 1))]
+    scales = [torch.randn(weight.shape, generator=generator).bfloat16() for weight in weights]
+    together = unet._Cast.apply(torch.bfloat16, *weights)
+    apart = [weight.bfloat16() for weight in weights]
+    for a, b in zip(together, apart, strict=True):
+        assert a.dtype == torch.bfloat16 and torch.equal(a, b)
+    losses = [sum((w * s).sum() for w, s in zip(cast, scales, strict=True)) for cast in (together, apart)]
+    found, wanted = (torch.autograd.grad(loss, weights) for loss in losses)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)

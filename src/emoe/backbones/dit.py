@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Dropout, RoutedMLP, kept, time_features
+from emoe.backbones.layers import Dropout, RoutedMLP, held, kept, time_features
 from emoe.config import ConfigError, option
 from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import Dispatch
@@ -111,8 +111,8 @@ class Cache:
             batch, heads, _, size = k.shape
             self.blocks.append((k.new_empty(batch, heads, self.room, size), v.new_empty(batch, heads, self.room, size)))
         end = self.length + k.shape[2]
-        for held, new in zip(self.blocks[block], (k, v), strict=True):
-            held[:, :, self.length : end] = new
+        for past, new in zip(self.blocks[block], (k, v), strict=True):
+            past[:, :, self.length : end] = new
         keys, values = self.blocks[block]
         return keys[:, :, :end], values[:, :, :end]
 
@@ -236,7 +236,7 @@ class Block(nn.Module):
         if route is None:
             raise ValueError("a routed backbone needs a route policy")
         logits, gate = self.mlp.route(u, number, route)
-        out = self.mlp.experts(u[gate.keep_from :], gate)
+        out = self.mlp.experts(held(u, gate), gate)
         return self._add(kept(h, gate), out, None if strength is None else kept(strength, gate)), logits, gate
 
     def every(

@@ -155,8 +155,13 @@ def _capped(x: Float[Tensor, "*N E"], cap: float) -> Float[Tensor, "*N E"]:
 
 def kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
     """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
-    rows = rows[gate.keep_from :]
+    rows = held(rows, gate)
     return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
+
+
+def held(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps. The backward of a slice fills a tensor, so nothing is sliced for nothing."""
+    return rows[gate.keep_from :] if gate.keep_from else rows
 
 
 class RoutedMLP(nn.Module):

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Attention, RoutedMLP, kept, time_features, token_logits
+from emoe.backbones.layers import Attention, RoutedMLP, held, kept, time_features, token_logits
 from emoe.config import option
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
@@ -89,7 +89,7 @@ class Block(nn.Module):
         if route is None:
             raise ValueError("a routed backbone needs a route policy")
         logits, gate = self.mlp.route(u, number, route)
-        return kept(h, gate) + self.mlp.experts(u[gate.keep_from :], gate), logits, gate
+        return kept(h, gate) + self.mlp.experts(held(u, gate), gate), logits, gate
 
     def every(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "E B L K"], Float[Tensor, "B L E"]]:
         """Features under each expert, and the router logits."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import RoutedMLP, kept, time_features, token_logits
+from emoe.backbones.layers import RoutedMLP, held, kept, time_features, token_logits
 from emoe.compiled import kernels_wanted
 from emoe.config import ConfigError, option
 from emoe.routing.experts import Dispatch
@@ -109,16 +109,44 @@ def _fused(h: Tensor) -> ModuleType | None:
     return _kernels() if h.is_cuda and h.dtype != torch.float64 else None
 
 
-def convolve(conv: nn.Module, h: Float[Tensor, "B I H W"]) -> Float[Tensor, "B C _H _W"]:
+Weights = Mapping[nn.Module, Tensor]  # of convolutions, where they are not to be used as they are stored
+
+
+class _Cast(torch.autograd.Function):
+    """All tensors in another precision by one kernel, and their gradients back by another; autocast takes one each."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+        torch._foreach_copy_(made, list(tensors))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        made = [torch.empty_like(grad, dtype=ctx.dtype) for grad in grads]
+        torch._foreach_copy_(made, list(grads))
+        return None, *made
+
+
+def half_weights(module: nn.Module, device: torch.device) -> Weights:
+    """The weights of all convolutions in the precision of autocast on a GPU; nothing where there is none."""
+    if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return {}
+    convs = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    return dict(zip(convs, _Cast.apply(torch.get_autocast_dtype("cuda"), *(c.weight for c in convs)), strict=True))
+
+
+def convolve(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
     """A convolution without its bias, which the fused kernels add on their way."""
     assert isinstance(conv, nn.Conv2d)
-    return nnf.conv2d(h, conv.weight, None, conv.stride, conv.padding)
+    return nnf.conv2d(h, weights.get(conv, conv.weight), None, conv.stride, conv.padding)
 
 
-def convolved(conv: nn.Module, h: Float[Tensor, "B I H W"]) -> Float[Tensor, "B C _H _W"]:
+def convolved(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
     """A convolution with its bias."""
     kernels = _fused(h)
-    return conv(h) if kernels is None else kernels.add_bias(convolve(conv, h), conv.bias)
+    return conv(h) if kernels is None else kernels.add_bias(convolve(conv, h, weights), conv.bias)
 
 
 def embed(token: nn.Embedding, x: Int[Tensor, "B L"]) -> Float[Tensor, "B L C"]:
@@ -175,18 +203,21 @@ class Residual(nn.Module):
         nn.init.zeros_(self.conv_out.bias)
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
-    def forward(self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Float[Tensor, "B C H W"]:
+    def forward(
+        self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None, weights: Weights | None = None
+    ) -> Float[Tensor, "B C H W"]:
         """Features of the same side."""
+        weights = {} if weights is None else weights
         kernels = _fused(h)
         if kernels is None:
             u = self.conv_in(norm_silu(self.norm_in, h))
             return (h if self.skip is None else self.skip(h)) + self.conv_out(norm_silu(self.norm_out, u, film=film))
-        u = convolve(self.conv_in, norm_silu(self.norm_in, h))
-        v = convolve(self.conv_out, norm_silu(self.norm_out, u, film=film, bias=self.conv_in.bias))
+        u = convolve(self.conv_in, norm_silu(self.norm_in, h), weights)
+        v = convolve(self.conv_out, norm_silu(self.norm_out, u, film=film, bias=self.conv_in.bias), weights)
         if self.skip is None:
             return kernels.add_bias(v, self.conv_out.bias, h)
         assert self.conv_out.bias is not None and self.skip.bias is not None
-        return kernels.add_bias(v, self.conv_out.bias + self.skip.bias, convolve(self.skip, h))
+        return kernels.add_bias(v, self.conv_out.bias + self.skip.bias, convolve(self.skip, h, weights))
 
 
 @dataclass
@@ -195,6 +226,7 @@ class Flow:
 
     films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
     route: Route | None
+    weights: Weights
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
     logits: list[Tensor] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
@@ -235,7 +267,7 @@ class Block(nn.Module):
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
-        h = self.residual(h, flow.films.pop(0))
+        h = self.residual(h, flow.films.pop(0), flow.weights)
         if self.branch is None:
             return h
         if flow.route is None:
@@ -243,7 +275,7 @@ class Block(nn.Module):
         rows = as_rows(h)
         logits, gate = self.branch.route(rows, len(flow.gates), flow.route)
         flow.take(logits, gate)
-        added = self.branch.experts(rows[gate.keep_from :], gate)
+        added = self.branch.experts(held(rows, gate), gate)
         return as_map(kept(rows, gate) + added.to(rows.dtype))
 
 
@@ -298,17 +330,17 @@ class UNet(Backbone):
         rows = embed(self.token, x)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
-        flow = Flow(self._films(t, cond), route)
+        flow = Flow(self._films(t, cond), route, half_weights(self, x.device))
         blocks = iter(self.blocks)
-        h = next(blocks)(convolved(self.stem, as_map(rows)), flow)
+        h = next(blocks)(convolved(self.stem, as_map(rows), flow.weights), flow)
         flow.skips.append(h)
         for down in self.down:
-            h = next(blocks)(convolved(down, h), flow)
+            h = next(blocks)(convolved(down, h, flow.weights), flow)
             flow.skips.append(h)
         h = next(blocks)(h, flow)
         h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         for up in self.up:
-            h = convolved(up, doubled(h))
+            h = convolved(up, doubled(h), flow.weights)
             h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         h = next(blocks)(h, flow)
         logits = token_logits(self.head(as_rows(norm_silu(self.norm, h))), self.mask_id)
@@ -368,8 +400,9 @@ class Encoder(nn.Module):
         dtype = self.token.weight.dtype
         rows = embed(self.token, x0) + marks[..., None].to(dtype) * self.mark
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
-        h = convolved(self.stem, as_map(rows))
+        weights = half_weights(self, x0.device)
+        h = convolved(self.stem, as_map(rows), weights)
         for down, block in zip(self.down, self.blocks, strict=True):
-            h = block(convolved(down, h), None)
+            h = block(convolved(down, h, weights), None, weights)
         pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
         return pooled if pooled.dtype == torch.float64 else pooled.float()
