@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -20,6 +22,12 @@ SHAPES = 64  # forms of one function that may be compiled in a process
 def kernels_wanted() -> bool:
     """Whether there is Triton to make kernels with, and EMOE_FUSED=0 does not ask for plain PyTorch."""
     return importlib.util.find_spec("triton") is not None and os.environ.get("EMOE_FUSED") != "0"
+
+
+@functools.cache
+def kernels(name: str) -> ModuleType | None:
+    """A module of `emoe.kernels`, where kernels are wanted."""
+    return importlib.import_module(f"emoe.kernels.{name}") if kernels_wanted() else None
 
 
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

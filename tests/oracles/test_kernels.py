@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.backbones import unet
+from emoe.diffusion import chunks
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
 
@@ -37,6 +38,7 @@ def unchecked(name: str) -> ModuleType:
 
 
 maps: Any = unchecked("emoe.kernels.maps")
+head: Any = unchecked("emoe.kernels.head")
 
 
 def plain(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, bias: Tensor | None, film: Tensor | None) -> Tensor:
@@ -117,3 +119,22 @@ def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.Monk
     assert mine == pytest.approx(want, rel=1e-5)
     for a, b in zip(found, wanted, strict=True):
         assert (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("chunk", [4, 7])
+def test_losses_over_a_large_vocabulary(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "BLOCK", 32)  # several rounds, the last not full
+    h, weight, bias = normal(2, 5, 6, seed=0), normal(75, 6, seed=1), normal(75, seed=2)
+    no_mask = torch.zeros(75, device=DEVICE)
+    no_mask[[0, 33]] = float("-inf")  # a symbol that is never drawn
+    target = torch.tensor([[1, 2, 74, 64, 31], [32, 5, 6, 7, 8]], device=DEVICE)
+    both = [normal(2, 5, seed=seed).detach() for seed in (3, 4)]
+
+    def found(fused: Any) -> list[Tensor]:
+        monkeypatch.setattr(chunks, "_fused", lambda h: fused)
+        values = chunks.total_and_target(h, weight, bias + no_mask, target, chunk)
+        loss = sum(((value * slope).sum() for value, slope in zip(values, both, strict=True)), h.new_zeros(()))
+        return [*values, *torch.autograd.grad(loss, (h, weight, bias))]
+
+    for a, b in zip(found(head), found(None), strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()

@@ -7,8 +7,6 @@ as rows (B, P, C) are a view.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import RoutedMLP, held, kept, time_features, token_logits
-from emoe.compiled import kernels_wanted
+from emoe.compiled import kernels
 from emoe.config import ConfigError, option
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
@@ -98,15 +96,9 @@ def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
 # --- What stands between convolutions: plain, or by kernels of `emoe.kernels.maps` on a GPU ---------------------
 
 
-@functools.cache
-def _kernels() -> ModuleType | None:
-    """The fused kernels, where they are wanted."""
-    return importlib.import_module("emoe.kernels.maps") if kernels_wanted() else None
-
-
 def _fused(h: Tensor) -> ModuleType | None:
     """The kernels, where a map lies on a GPU and has a precision that they know."""
-    return _kernels() if h.is_cuda and h.dtype != torch.float64 else None
+    return kernels("maps") if h.is_cuda and h.dtype != torch.float64 else None
 
 
 Weights = Mapping[nn.Module, Tensor]  # of convolutions, where they are not to be used as they are stored
@@ -145,8 +137,8 @@ def convolve(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> 
 
 def convolved(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
     """A convolution with its bias."""
-    kernels = _fused(h)
-    return conv(h) if kernels is None else kernels.add_bias(convolve(conv, h, weights), conv.bias)
+    fused = _fused(h)
+    return conv(h) if fused is None else fused.add_bias(convolve(conv, h, weights), conv.bias)
 
 
 def embed(token: nn.Embedding, x: Int[Tensor, "B L"]) -> Float[Tensor, "B L C"]:
@@ -166,9 +158,9 @@ def norm_silu(
     bias: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, "B C H W"]:
     """SiLU((1 + s) norm(h + bias) + m), where film = [s, m]; in the precision of h, channels_last."""
-    kernels = _fused(h)
-    if kernels is not None:
-        return kernels.norm_silu(h, norm.weight, norm.bias, norm.num_groups, bias=bias, film=film)
+    fused = _fused(h)
+    if fused is not None:
+        return fused.norm_silu(h, norm.weight, norm.bias, norm.num_groups, bias=bias, film=film)
     v = norm(h if bias is None else h + bias[:, None, None])
     if film is not None:
         scale, shift = film[..., None, None].chunk(2, dim=1)
@@ -208,16 +200,16 @@ class Residual(nn.Module):
     ) -> Float[Tensor, "B C H W"]:
         """Features of the same side."""
         weights = {} if weights is None else weights
-        kernels = _fused(h)
-        if kernels is None:
+        fused = _fused(h)
+        if fused is None:
             u = self.conv_in(norm_silu(self.norm_in, h))
             return (h if self.skip is None else self.skip(h)) + self.conv_out(norm_silu(self.norm_out, u, film=film))
         u = convolve(self.conv_in, norm_silu(self.norm_in, h), weights)
         v = convolve(self.conv_out, norm_silu(self.norm_out, u, film=film, bias=self.conv_in.bias), weights)
         if self.skip is None:
-            return kernels.add_bias(v, self.conv_out.bias, h)
+            return fused.add_bias(v, self.conv_out.bias, h)
         assert self.conv_out.bias is not None and self.skip.bias is not None
-        return kernels.add_bias(v, self.conv_out.bias + self.skip.bias, convolve(self.skip, h, weights))
+        return fused.add_bias(v, self.conv_out.bias + self.skip.bias, convolve(self.skip, h, weights))
 
 
 @dataclass

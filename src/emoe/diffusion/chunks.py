@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as nnf
+
+from emoe.compiled import kernels
 
 
 def total_and_target(
@@ -39,10 +42,15 @@ class _TotalAndTarget(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         totals, chosen = [], []
         w, b = weight.to(dtype), bias.to(dtype)
+        fused = _fused(h)
         for part, y in zip(h.split(chunk), target.split(chunk), strict=True):
-            logits = _logits(part.to(dtype), w, b)
-            totals.append(logits.logsumexp(-1))
-            chosen.append(logits.gather(-1, y[:, None]).squeeze(-1))
+            if fused is not None:
+                both = fused.total_and_target(nnf.linear(part.to(dtype), w, b), y)
+            else:
+                logits = _logits(part.to(dtype), w, b)
+                both = logits.logsumexp(-1), logits.gather(-1, y[:, None]).squeeze(-1)
+            totals.append(both[0])
+            chosen.append(both[1])
         total = torch.cat(totals)
         ctx.save_for_backward(h, weight, bias, target, total)
         ctx.chunk, ctx.dtype = chunk, dtype
@@ -54,16 +62,27 @@ class _TotalAndTarget(torch.autograd.Function):
         h, weight, bias, target, total = ctx.saved_tensors
         w, b = weight.to(ctx.dtype), bias.to(ctx.dtype)
         grad_h, grad_weight, grad_bias = torch.empty_like(h), torch.zeros_like(weight), torch.zeros_like(bias)
+        fused = _fused(h)
         for start in range(0, len(h), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             part = h[here].to(ctx.dtype)
-            by_logits = (_logits(part, w, b) - total[here, None]).exp_().mul_(by_total[here, None])
-            by_logits.scatter_add_(1, target[here, None], by_chosen[here, None])
-            grad_bias += by_logits.sum(0)
-            by_logits = by_logits.to(ctx.dtype)
+            if fused is not None:
+                slopes = (value[here].contiguous() for value in (total, by_total, by_chosen))
+                by_logits = fused.gradient_in_place(nnf.linear(part, w, b), target[here], *slopes)
+                grad_bias += by_logits.sum(0, dtype=grad_bias.dtype)
+            else:
+                by_logits = (_logits(part, w, b) - total[here, None]).exp_().mul_(by_total[here, None])
+                by_logits.scatter_add_(1, target[here, None], by_chosen[here, None])
+                grad_bias += by_logits.sum(0)
+                by_logits = by_logits.to(ctx.dtype)
             grad_h[here] = by_logits @ w
             grad_weight += by_logits.T @ part
         return grad_h, grad_weight, grad_bias, None, None
+
+
+def _fused(h: Tensor) -> ModuleType | None:
+    """Kernels that read logits once, where h lies on a GPU and has a precision that they know."""
+    return kernels("head") if h.is_cuda and h.dtype != torch.float64 else None
 
 
 def _logits(h: Float[Tensor, "N K"], weight: Float[Tensor, "V K"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
