@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +16,9 @@ from emoe.config import ConfigError
 from emoe.diffusion import chunks
 from emoe.diffusion.chunks import total_and_target
 from emoe.experiment import customise
-from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, log_token_of
+from emoe.methods.ar import ARConfig
+from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, MethodConfig, log_token_of
+from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
@@ -85,6 +90,22 @@ def test_loss_and_every_gradient_are_those_of_the_full_head(build, name: str, ch
         assert (a is None) == (b is None), label
         assert a is None or torch.allclose(a, b, rtol=1e-10, atol=1e-12), label
     assert next(g for label, g in zip(labels, got, strict=True) if label.endswith("head.weight")).abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "causal"), [(ARConfig, True), (functools.partial(BD3LMConfig, block=5, t_low=0.05), False)]
+)
+def test_methods_from_left_to_right(scramble, config: Callable[..., MethodConfig], causal: bool):
+    sizes = {"width": 16, "depth": 2, "heads": 2, "hidden": 16, "cond_size": 8, "time_size": 8, "dropout": 0.1}
+    found = []
+    for more in ({}, {"head_chunk": 7}):
+        method = scramble(config(**more).build(SPACE, DiTConfig(**sizes, causal=causal)).double(), 3).train()
+        loss = method(rows(), {}, Rng(1).at(2)).total
+        found.append([loss, *torch.autograd.grad(loss, list(method.parameters()), allow_unused=True)])
+        convention = Convention.parse("exact" if causal else "bound@3")
+        found[-1].append(method.eval().nll_bound(rows(), convention, Rng(2)))
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, rtol=1e-10, atol=1e-12))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

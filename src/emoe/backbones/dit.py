@@ -70,7 +70,7 @@ class DiTConfig(BackboneConfig, kind="dit"):
         elif self.causal and not wants.causal:
             yield "backbone.causal: must be false, since the method reads tokens on both sides of a mask"
         elif self.causal:
-            for name in sorted(wants.names() & self.supports - {"causal"}):
+            for name in sorted(wants.names() & self.supports - {"causal", "head_chunk"}):
                 yield f"backbone: a causal 'dit' has no {name!r}, which the method needs"
         if wants.time and not self.time_conditioning:
             yield "backbone.time_conditioning: must be true, since what the method predicts depends on the time"

@@ -13,8 +13,9 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
-from emoe.config import ConfigError
+from emoe.config import ConfigError, option
 from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.chunks import total_and_target
 from emoe.diffusion.masking import start_rows
 from emoe.methods.base import Method, MethodConfig
 from emoe.rng import Rng
@@ -23,11 +24,15 @@ from emoe.types import Convention, Loss, StepEvent, TokenSpace, Wants
 
 @dataclass(frozen=True, kw_only=True)
 class ARConfig(MethodConfig, kind="ar"):
-    """AR has no options of its own."""
+    """Options of AR."""
+
+    head_chunk: int = option(
+        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
+    )
 
     def wants(self) -> Wants:
         """A causal network with a cache."""
-        return Wants(causal=True)
+        return Wants(causal=True, head_chunk=self.head_chunk)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> AR:
         """Make the method."""
@@ -54,7 +59,12 @@ class AR(Method):
     def token_nll(self, x0: Int[Tensor, "B L"]) -> Float[Tensor, "B L"]:
         """-log p(x^l | x^<l) of every token, in nats. One network call."""
         shifted = torch.cat([torch.full_like(x0[:, :1], self.space.mask_id), x0[:, :-1]], 1)
-        logits = self.backbone(shifted, torch.zeros(len(x0), device=x0.device)).logits
+        t = torch.zeros(len(x0), device=x0.device)
+        if self.config.head_chunk:
+            h, _, _ = self.backbone.features(shifted, t)
+            total, chosen = total_and_target(h, *self.backbone.head_weights(), x0, self.config.head_chunk)
+            return total - chosen
+        logits = self.backbone(shifted, t).logits
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)
 
     def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:

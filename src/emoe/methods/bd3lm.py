@@ -13,6 +13,7 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
+from emoe.diffusion.chunks import total_and_target
 from emoe.diffusion.masking import mask_tokens, masked_nll, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral
 from emoe.diffusion.schedule import LinearSchedule, Schedule
@@ -30,9 +31,13 @@ class BD3LMConfig(MethodConfig, kind="bd3lm"):
     schedule: Schedule = option(LinearSchedule(), doc="masking schedule alpha_t inside a block")
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
+    head_chunk: int = option(
+        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
+    )
+
     def wants(self) -> Wants:
         """Attention of its own, and a cache of finished blocks."""
-        return Wants(attend=True)
+        return Wants(attend=True, head_chunk=self.head_chunk)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> BD3LM:
         """Make the method."""
@@ -88,6 +93,13 @@ class BD3LM(Method):
 
     def block_nll(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"]) -> Float[Tensor, "B N"]:
         """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats."""
+        if self.config.head_chunk:
+            both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
+            network: Any = self.backbone  # one that has `attend`
+            h, _, _ = network.features(both, t, attend=self.attend, positions=self.places)
+            weights = self.backbone.head_weights()
+            total, chosen = total_and_target(h[:, : x0.shape[1]], *weights, x0, self.config.head_chunk)
+            return torch.where(xt == self.space.mask_id, total - chosen, 0.0).unflatten(1, (self.blocks, -1)).sum(-1)
         log_x_theta = subs(self.logits(xt, x0), xt, self.space.mask_id)
         size = self.config.block
         return masked_nll(log_x_theta.reshape(-1, size, self.space.size), x0.reshape(-1, size)).view(len(x0), -1)

@@ -27,6 +27,7 @@ T_LOW = 1e-3  # t ~ U[0.001, 1], as the code that the paper builds on has it
 TINY_T_LOW = 1 / 64
 LENGTH, TINY_LENGTH = 128, 16  # tokens of a row, which NFE of methods that go from left to right depend on
 BLOCK, TINY_BLOCK = 16, 4  # tokens of a block of BD3-LM
+CHUNK = 16_384  # positions whose logits are made at once: 1 GB of them with 30,522 symbols
 
 # E-MoE learned by comparing draws as on rows of tied symbols (docs/learning-the-latent.md), with the KL ramp of images.
 # The last block is drawn: summing it out would take E * B * L * V logits.
@@ -43,7 +44,6 @@ PLUS = EMoEConfig(
     balance=0.3,
     balance_form="floor",
     usage_floor=1.5,  # of at most ln 8 = 2.08
-    head_chunk=16_384,  # four draws of a batch would fill the memory with logits
 )
 
 
@@ -62,7 +62,7 @@ def _lm1b(name: str, method: MethodConfig, backbone: DiTConfig | None = None) ->
         name=name,
         domain=TextConfig(path="sets/lm1b"),
         backbone=backbone or DiTConfig(),
-        method=method,
+        method=dataclasses.replace(method, head_chunk=CHUNK),  # type: ignore[call-arg]  # every method has it
         optim=OptimConfig(
             algorithm="adamw",
             lr=3e-4,
@@ -86,7 +86,7 @@ def _news(name: str, method: MethodConfig, backbone: DiTConfig = SMALL) -> Exper
         name=name,
         domain=TextConfig(path="sets/news"),
         backbone=backbone,
-        method=method,
+        method=dataclasses.replace(method, head_chunk=CHUNK),  # type: ignore[call-arg]  # every method has it
         optim=OptimConfig(
             algorithm="adamw", lr=6e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0, warmup=500, floor=0.1
         ),
@@ -228,7 +228,7 @@ def text_tiny_emoe() -> Experiment:
 @recipe
 def text_tiny_emoe_plus() -> Experiment:
     """E-MoE on a small text of your own, learned by comparing draws; seconds on a CPU."""
-    method = dataclasses.replace(PLUS, t_low=TINY_T_LOW, experts=4, usage_floor=1.0, head_chunk=0)
+    method = dataclasses.replace(PLUS, t_low=TINY_T_LOW, experts=4, usage_floor=1.0)
     return _tiny("text-tiny-emoe-plus", method)
 
 

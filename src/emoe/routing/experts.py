@@ -18,6 +18,7 @@ from emoe.types import Gate
 
 Dispatch = Literal["auto", "loop", "grouped", "dense"]
 Activation = Literal["gelu", "gelu-tanh"]
+LARGE = 256  # width from which on a GPU is quicker with grouped products than with all experts everywhere
 
 
 class RoutedExperts(nn.Module):
@@ -28,7 +29,8 @@ class RoutedExperts(nn.Module):
 
     `dispatch`: "loop" visits each expert's rows (the reference, any precision); "grouped" sorts rows by expert and
     runs grouped matrix products; "dense" computes all experts everywhere, which pays where they are small.
-    "auto" takes dense on a GPU and grouped on a CPU, and the loop where grouped products do not exist.
+    "auto" takes grouped where such products exist and pay: on a CPU, and for large experts on a GPU; else dense on a
+    GPU and the loop on a CPU.
 
     `activation`: "gelu" is exact, "gelu-tanh" the approximation 0.5 u (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))).
     """
@@ -84,10 +86,12 @@ class RoutedExperts(nn.Module):
     def _path(self, x: Tensor) -> str:
         if self.dispatch != "auto":
             return self.dispatch
-        if x.is_cuda:
-            return "dense"
         dtype = _product_dtype(x)
         aligned = all(size * dtype.itemsize % 16 == 0 for size in self.w_in.shape[1:])
+        if x.is_cuda:
+            # Grouped products of half precision are one kernel from Hopper on; elsewhere they wait for the host.
+            large = self.w_in.shape[1] >= LARGE and torch.cuda.get_device_capability(x.device)[0] >= 9
+            return "grouped" if large and aligned and dtype == torch.bfloat16 else "dense"
         return "grouped" if aligned and dtype in (torch.float32, torch.bfloat16) else "loop"
 
     def _loop(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
