@@ -93,7 +93,7 @@ def test_every_field_has_words_and_every_path_is_a_field() -> None:
 
 REFUSED = {
     "typo in a field": (changed(train__step=5), "train.step: unknown field of TrainConfig; did you mean 'steps'?"),
-    "nothing close": (changed(train__zzz=5), "train.zzz: unknown field of TrainConfig; allowed: batch, "),
+    "nothing close": (changed(train__zzz=5), "train.zzz: unknown field of TrainConfig; allowed: accumulate, batch, "),
     "field at the top": (changed(sed=5), "sed: unknown field of Experiment; did you mean 'seed'?"),
     "text for a number": (changed(optim__lr="fast"), "optim.lr: expected number > 0, got 'fast'"),
     "fraction of a step": (changed(train__steps=1.5), "train.steps: expected whole number >= 1, got 1.5"),

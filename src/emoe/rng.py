@@ -1,4 +1,4 @@
-"""Random streams that are a pure function of (seed, rank, step, purpose).
+"""Random streams that are a pure function of (seed, rank, step, purpose); a part of a batch counts as a rank.
 
 Resuming a run needs only the step; a fused and a sequential pass draw the same noise; an evaluation in the middle
 of training changes nothing. Each purpose has a generator of its own, reseeded at every step.
@@ -51,6 +51,18 @@ class Rng:
     def fork(self, *keys: object) -> Rng:
         """An independent Rng named by `keys`, for instance one for each chunk of a large sample pool."""
         return Rng(derive_seed(self.seed, "fork", *keys), device=self.device, rank=self.rank, world=self.world)
+
+    def part(self, number: int, parts: int) -> Rng:
+        """Streams of one of the parts that this rank's rows are cut into: those of rank r * parts + number.
+
+        The draws of a step are thus a function of (seed, step, place of the part in the whole batch): two ranks of one
+        part each draw what one rank draws for its two parts. One part is this Rng itself.
+        """
+        if parts == 1:
+            return self
+        return Rng(self.seed, device=self.device, rank=self.rank * parts + number, world=self.world * parts).at(
+            self.step
+        )
 
     def generators(self) -> list[torch.Generator]:
         """Every generator opened so far (a CUDA graph must register them)."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.completion import Completion, Given, Keep, complete
-from emoe.config import ConfigError
+from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain, Ink
 from emoe.engine import checkpoint
+from emoe.engine.distributed import joined, launched
 from emoe.engine.lock import RunLock
 from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
@@ -39,6 +42,8 @@ ELASTIC = (
     "train.keep",
     "train.max_file_mb",
     "train.cuda_graph",
+    "train.accumulate",  # the number of parts of an update is compared
+    "train.stop_when_dead",
     "eval.nfe",
     "eval.samples",
     "eval.batch",
@@ -109,37 +114,90 @@ def train(
     `resume=True` continues from the newest checkpoint, or starts if there is none; the experiment must be the one
     the folder was started with. `stop` and `progress` are for callers that watch for signals, or
     show progress, over several runs.
+
+    In a process that `torchrun` started, this is one of several that train the run together (see
+    `emoe.engine.distributed`); all must call it with the same arguments and see the same folder.
     """
     path = Path(run_dir)
     experiment = get_recipe(recipe) if isinstance(recipe, str) else recipe
     experiment = customise(experiment, settings or {})
-    where = pick_device(device)
-    domain = experiment.domain.build(experiment.seed)
-    method = experiment.build_method(domain.space).to(where)
-    data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
-    with RunLock(path):
-        _claim(path, experiment, resume, data)
-    result = fit(
-        method,
-        domain.batches(experiment.train.batch, experiment.seed, device=where),
-        method.ramps,
-        optim=experiment.optim,
-        train=experiment.train,
-        rng=Rng(derive_seed(experiment.seed, "train"), device=where),
-        run_dir=path,
-        resume=resume,
-        label=f"{experiment.name.partition(' ')[0]} seed {experiment.seed}",
-        quiet=quiet,
-        tensorboard=tensorboard,
-        stop=stop,
-        progress=progress,
-        meta={"experiment": experiment.name, "rows": len(domain.rows), "data": data},
-    )
-    opened = load_run(path, device=str(where), domain=domain)
+    where = _own_device(device)
+    parts = _parts(experiment)
+    with joined(where) as world:
+        domain = experiment.domain.build(experiment.seed)
+        method = experiment.build_method(domain.space).to(where)
+        data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
+        told = json.dumps([to_dict(experiment), data, resume, torch.__version__])
+        world.check_same(told, "they were started with other fields, data or versions; give all the same command")
+        world.lead(lambda: _claim(path, experiment, resume, data, parts))
+        result = fit(
+            method,
+            domain.batches(
+                experiment.train.batch, experiment.seed, device=where, rank=world.rank, world=world.size
+            ),
+            method.ramps,
+            optim=experiment.optim,
+            train=experiment.train,
+            rng=Rng(derive_seed(experiment.seed, "train"), device=where, rank=world.rank, world=world.size),
+            run_dir=path,
+            resume=resume,
+            label=f"{experiment.name.partition(' ')[0]} seed {experiment.seed}",
+            quiet=quiet,
+            tensorboard=tensorboard,
+            stop=stop,
+            progress=progress,
+            meta={
+                "experiment": experiment.name, "rows": len(domain.rows), "data": data,
+                **({"parts": parts} if parts > 1 else {}),
+            },
+            health=method.health,
+            world=world,
+        )  # fmt: skip
+        opened = load_run(path, device=str(where), domain=domain)
     return dataclasses.replace(opened, result=result)
 
 
-def _claim(path: Path, experiment: Experiment, resume: bool, data: str) -> None:
+def _own_device(name: str) -> torch.device:
+    """The device of this process: with several of them, each has the GPU of its number on this machine."""
+    where, (_, size, local) = pick_device(name), launched()
+    if size == 1:
+        return where
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            ["ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE"]
+        )
+    if where.type != "cuda":
+        return where
+    gpus = torch.cuda.device_count()
+    if where.index is not None:
+        raise ConfigError([f"device: each of {size} processes has a GPU of its own, so {name!r} cannot be; give cuda"])
+    if local >= gpus:
+        raise ConfigError([f"ranks: process {local} of this machine has no GPU, there are {gpus}; start fewer"])
+    where = torch.device("cuda", local)
+    torch.cuda.set_device(where)
+    return where
+
+
+def _parts(experiment: Experiment) -> int:
+    """Equal parts that the rows of an update are cut into: of all processes, with `accumulate` each."""
+    (_, size, _), train = launched(), experiment.train
+    if train.batch % (size * train.accumulate):
+        raise ConfigError(
+            [
+                f"train.batch: {train.batch} rows cannot be cut into {size} (processes) x {train.accumulate} "
+                "(train.accumulate) equal parts; choose a multiple"
+            ]
+        )
+    return size * train.accumulate
+
+
+def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: int) -> None:
+    """`_check_claim` under the lock of the folder."""
+    with RunLock(path):
+        _check_claim(path, experiment, resume, data, parts)
+
+
+def _check_claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: int) -> None:
     """Write the experiment into a new folder, or check that a folder to resume holds the same one and its data."""
     saved = path / "experiment.json"
     used = any((path / "checkpoints").glob("step-*"))  # damaged ones count: nothing is overwritten unasked
@@ -156,9 +214,17 @@ def _claim(path: Path, experiment: Experiment, resume: bool, data: str) -> None:
                 + ["  resume with the same fields, or train into a new folder"]
             )
         newest = checkpoint.latest(path / "checkpoints")
-        if newest is not None and checkpoint.load(newest, groups=()).meta.get("data", data) != data:
+        meta = {} if newest is None else checkpoint.load(newest, groups=()).meta
+        if meta.get("data", data) != data:
             raise ConfigError(
                 [f"resume: the training rows are not those {path} was started with; train into a new folder"]
+            )
+        if newest is not None and meta.get("parts", 1) != parts:
+            raise ConfigError(
+                [
+                    f"resume: the updates of {path} are cut into {meta.get('parts', 1)} parts (processes x "
+                    f"train.accumulate), not {parts}, and each draws its own noise; keep the product"
+                ]
             )
     experiment.save(saved)
 

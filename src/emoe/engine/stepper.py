@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from emoe.config import ConfigError
+from emoe.engine.distributed import World
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
 from emoe.ramps import Ramp
 from emoe.rng import Rng
@@ -28,6 +30,10 @@ class Stepper:
 
     With `graph` the first steps run eagerly on a side stream (they are real steps), then one step is captured and
     all later ones replay it: the same kernels with new data, times, noise, knobs and learning rate.
+
+    With `accumulate` = k the rows of a step are cut into k equal parts, one after the other in memory; their
+    gradients, losses and logs are averaged, and then averaged over the ranks of `world`. Each part has random streams
+    of its own (`Rng.part`). Terms that are not means over rows are means over parts of what each part gives.
     """
 
     def __init__(
@@ -42,10 +48,14 @@ class Stepper:
         ema: float,
         precision: Precision,
         graph: bool,
+        accumulate: int = 1,
+        world: World | None = None,
     ):
         self.module, self.batches, self.ramps, self.config = module, batches, dict(ramps), optim
         self.total, self.rng, self.ema, self.precision = total, rng, ema, precision
         self.device = rng.device
+        self.world = world or World()
+        self.parts = [rng.part(number, accumulate) for number in range(accumulate)]
         if self.device.type == "cuda":
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what convolutions want
         self.values = torch.zeros(len(self.ramps) + 2, device=self.device)  # ramps, learning rate, EMA decay
@@ -53,7 +63,8 @@ class Stepper:
         self.optimizer = Optimizer(module, optim, ema=ema, lr=self.values[-2], ema_decay=self.values[-1])
         self.loss: Loss | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.use_graph = graph and self.device.type == "cuda"
+        # With several ranks the steps are eager: a graph would have to hold the exchange between them.
+        self.use_graph = graph and self.device.type == "cuda" and self.world.size == 1
         self._eager_steps = 0
         self._stream: torch.cuda.Stream | None = None
         self._batch: Tensor | None = None
@@ -66,7 +77,7 @@ class Stepper:
 
     def __call__(self, step: int) -> None:
         """Do step h = 0, 1, ...; `loss` and `optimizer.grad_norm` then hold its results."""
-        self.rng.at(step)
+        self._seed(step)
         self.values.copy_(self._numbers_on_device(step))
         batch = self.batches(step)
         if not self.use_graph:
@@ -79,9 +90,13 @@ class Stepper:
             self._batch.copy_(batch)
             if self.graph is None:
                 self._capture()
-                self.rng.at(step)  # capture does not run the kernels, but it moves the generators
+                self._seed(step)  # capture does not run the kernels, but it moves the generators
             assert self.graph is not None
             self.graph.replay()
+
+    def _seed(self, step: int) -> None:
+        for part in self.parts:
+            part.at(step)
 
     def _numbers_on_device(self, step: int) -> Tensor:
         start = step - step % TABLE_STEPS
@@ -92,14 +107,38 @@ class Stepper:
 
     def _train(self, batch: Tensor) -> Loss:
         self.optimizer.zero_grad()
+        count = len(self.parts)
+        if len(batch) % count:
+            raise ConfigError([f"train.accumulate: {len(batch)} rows cannot be cut into {count} equal parts"])
+        loss = _mean([self._backward(rows, part) for rows, part in zip(batch.chunk(count), self.parts, strict=True)])
+        if self.world.size > 1:
+            loss = self._exchange(loss)
+        self.optimizer.step(loss.total)
+        return loss
+
+    def _backward(self, rows: Tensor, rng: Rng) -> Loss:
+        """Add this part's share to the gradients; its loss and log."""
         cast = (
             torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
         )
         with cast:
-            loss = self.module(batch, self.knobs, self.rng)
-        loss.total.backward()
-        self.optimizer.step(loss.total.detach())
+            loss = self.module(rows, self.knobs, rng)
+        count = len(self.parts)
+        (loss.total if count == 1 else loss.total / count).backward()
         return Loss(loss.total.detach(), {name: value.detach() for name, value in loss.log.items()})
+
+    def _exchange(self, loss: Loss) -> Loss:
+        """Gradients, loss and log as means over the ranks: what follows is the same everywhere, refusals included."""
+        params = self.optimizer.params
+        # A parameter that no rank used must stay without a gradient, or weight decay and moments would act on it.
+        used = self.world.any_of([p.grad is not None for p in params])
+        for p, anywhere in zip(params, used, strict=True):
+            if anywhere and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        loss = Loss(loss.total.clone(), {name: value.clone() for name, value in loss.log.items()})
+        self.world.average([p.grad for p in params if p.grad is not None])
+        self.world.average([loss.total, *loss.log.values()])
+        return loss
 
     def _warm_up(self, batch: Tensor) -> None:
         with self._on_side_stream():
@@ -109,8 +148,9 @@ class Stepper:
     def _capture(self) -> None:
         assert self._batch is not None
         graph = torch.cuda.CUDAGraph()
-        for generator in self.rng.generators():
-            graph.register_generator_state(generator)
+        for part in self.parts:
+            for generator in part.generators():
+                graph.register_generator_state(generator)
         self.optimizer.zero_grad()
         # Other threads may train on streams of their own: one capture at a time, and it must not forbid their calls.
         with _CAPTURE, torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
@@ -137,3 +177,11 @@ class Stepper:
         with torch.cuda.stream(side):
             yield
         current.wait_stream(side)
+
+
+def _mean(losses: Sequence[Loss]) -> Loss:
+    """The mean of each number over equal parts of a batch."""
+    if len(losses) == 1:
+        return losses[0]
+    log = {name: torch.stack([loss.log[name] for loss in losses]).mean(0) for name in losses[0].log}
+    return Loss(torch.stack([loss.total for loss in losses]).mean(), log)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,20 +15,31 @@ from torch import Tensor, nn
 
 from emoe.config import Config, option
 from emoe.engine import checkpoint
+from emoe.engine.distributed import World
 from emoe.engine.durable import prepare
 from emoe.engine.lock import RunLock
 from emoe.engine.optim import OptimConfig
-from emoe.engine.runlog import MetricsLog, Progress, TensorBoardLog
+from emoe.engine.runlog import MetricsLog, Progress, TensorBoardLog, read_metrics
 from emoe.engine.signals import StopSignal
 from emoe.engine.stepper import Precision, Stepper
 from emoe.ramps import Ramp
 from emoe.rng import Rng
 
 MAX_SKIPPED_IN_ROW = 20
+GRACE, PATIENCE = 0.1, 10  # share of training before a run can be found dead, and log lines in a row that must say so
+
+Health = Callable[[Mapping[str, Any]], str | None]
+"""What ails the module by a log line, with a remedy; None if it learns."""
 
 
 class NumericFailure(RuntimeError):
     """Training cannot go on: too many steps in a row had a loss or gradient that is not finite."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class DeadRun(RuntimeError):  # noqa: N818 - names a state of the run
+    """The module has stopped to learn what it is trained for, and the run was to stop then; the last step is saved."""
 
     exit_code: ClassVar[int] = 4
 
@@ -39,6 +50,9 @@ class TrainConfig(Config):
 
     steps: int = option(24_000, doc="number of updates", low=1)
     batch: int = option(512, doc="rows per update, over all ranks", low=1)
+    accumulate: int = option(
+        1, doc="equal parts that each process cuts its rows of an update into, to save memory", low=1
+    )
     ema: float = option(0.0, doc="decay of the moving average of the weights; 0 = none", low=0, high=0.999999)
     precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs know fp32 and bf16 only")
     cuda_graph: bool = option(True, doc="capture the step as a CUDA graph where there is a GPU")
@@ -51,6 +65,14 @@ class TrainConfig(Config):
     max_file_mb: int | None = option(
         None, doc="largest file of a checkpoint in 10^6 bytes, but for a single larger tensor; none = no limit", low=1
     )
+    stop_when_dead: bool = option(
+        False, doc="end a run whose log shows that it has stopped to learn; without it, there is a warning only"
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Equal parts."""
+        if self.batch % self.accumulate:
+            yield f"accumulate: must divide batch = {self.batch}, got {self.accumulate}"
 
 
 @dataclass(frozen=True)
@@ -78,12 +100,18 @@ def fit(
     stop: StopSignal | None = None,
     progress: Progress | None = None,
     meta: Mapping[str, Any] | None = None,
+    health: Health | None = None,
+    world: World | None = None,
 ) -> FitResult:
     """Train `module` to `train.steps` updates in `run_dir`.
 
     SIGINT and SIGTERM end it after the step that is under way, with a checkpoint; `stop` is the flag to watch when
     the caller handles signals itself (signal handlers live in the main thread only). `progress` replaces the
-    display of this one run, for callers that show several.
+    display of this one run, for callers that show several. `health` judges every log line after the first tenth of
+    training; what it says ten times in a row becomes a warning, once, or the end of the run if `train.stop_when_dead`.
+
+    With a `world` of several processes all of them call this with the same arguments, but for the rank of `rng` and
+    its share of the batches. They stop at the same step when one of them gets a signal; the first writes everything.
 
     Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
     at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU if
@@ -92,52 +120,119 @@ def fit(
     Raises:
         checkpoint.StorageError: A checkpoint cannot be written or read.
         NumericFailure: The loss stays non-finite; the parameters are those of the last good step.
+        DeadRun: The run is dead and was to stop then.
+        LostRank: Another process has ended or does not answer; the run goes on from its last checkpoint.
     """
+    world = world or World()
+    if (rng.rank, rng.world) != (world.rank, world.size):
+        raise ValueError(f"rng is of rank {rng.rank} of {rng.world}, the world of {world.rank} of {world.size}")
     set_arithmetic(train)
     folder = run_dir / "checkpoints"
     watched = contextlib.nullcontext(stop) if stop is not None else StopSignal()
-    with RunLock(run_dir), watched as stop:
-        prepare(folder)
+    with RunLock(run_dir) if world.leads else contextlib.nullcontext(), watched as stop:
+        if world.leads:
+            prepare(folder)
         stepper = Stepper(
             module, batches, ramps, optim,
             total=train.steps, rng=rng, ema=train.ema, precision=train.precision, graph=train.cuda_graph,
+            accumulate=train.accumulate, world=world,
         )  # fmt: skip
         start = _restore(stepper, folder) if resume else 0
-        metrics = MetricsLog.resume(run_dir / "metrics.jsonl", start)
-        board = TensorBoardLog(run_dir / "tensorboard", start) if tensorboard else None
+        world.check_same(str(start), "they read different checkpoints; all must see the same run folder")
+        book = _Book(run_dir, start, tensorboard, _Watch(health, train.steps)) if world.leads else None
         began = time.monotonic()
         step = start
         saved = start if start else -1  # a run that is stopped before its first step leaves a checkpoint too
 
         def save() -> None:
             nonlocal saved
-            if saved != step:
-                metrics.sync()
+            if saved != step and book is not None:
+                book.metrics.sync()
                 groups = {"model": module.state_dict(), **stepper.optimizer.state()}
                 limit = None if train.max_file_mb is None else train.max_file_mb * 10**6
                 checkpoint.save(folder, step, groups, dict(meta or {}), keep=train.keep, max_file_bytes=limit)
-                saved = step
+            saved = step
+            world.agree(0)  # the others wait: whoever ends before it is written may end all
 
-        with metrics, progress or Progress(train.steps, start=start, label=label, quiet=quiet) as shown:
+        def asked() -> int | None:
+            return world.agree(stop.requested or 0) or None
+
+        quiet = quiet or not world.leads
+        with (
+            book or contextlib.nullcontext(),
+            progress or Progress(train.steps, start=start, label=label, quiet=quiet) as shown,
+        ):
             shown.update(start)
-            while step < train.steps and stop.requested is None:
+            while step < train.steps and asked() is None:
                 stepper(step)
                 step += 1
                 if step % train.log_every == 0 or step == train.steps:
-                    record = _record(stepper, step)
-                    metrics.write(record)
-                    if board is not None:
-                        board.write(record)
-                    shown.log(step, f"loss {record['loss']:.4f}")
-                    _check_health(stepper, step)
+                    verdict = None if book is None else book.write(stepper, step, shown)
+                    _check_finite(stepper, step)
+                    if train.stop_when_dead and world.agree(verdict is not None):
+                        save()
+                        raise DeadRun(
+                            f"step {step}: {verdict or 'rank 0 found the run dead'}. It is saved; resume with "
+                            "--train.stop-when-dead false to go on all the same."
+                        )
                 else:
                     shown.update(step)
                 if step % train.save_every == 0:
                     save()
             save()
-            if board is not None:
-                board.close()
-        return FitResult(step, time.monotonic() - began, stop.requested)
+        return FitResult(step, time.monotonic() - began, asked())
+
+
+class _Watch:
+    """Follows what a judge says of the log: `verdict` is set while it has said so for PATIENCE lines in a row.
+
+    A resumed run shows it the lines that were written before, so that it ends where an unbroken one does.
+    """
+
+    def __init__(self, judge: Health | None, total: int):
+        self.judge, self.grace = judge, GRACE * total
+        self.verdict: str | None = None
+        self.told = False  # whether a line has the warning
+        self._in_row = 0
+
+    def look(self, record: Mapping[str, Any]) -> None:
+        """Judge the next line."""
+        said = self.judge(record) if self.judge is not None and record["step"] > self.grace else None
+        self._in_row = self._in_row + 1 if said is not None else 0
+        self.verdict = said if self._in_row >= PATIENCE else None
+        self.told = self.told or "warning" in record
+
+
+class _Book:
+    """What the first process writes while a run goes: metrics, TensorBoard, and a warning if the run is dead."""
+
+    def __init__(self, run_dir: Path, start: int, tensorboard: bool, watch: _Watch):
+        self.metrics = MetricsLog.resume(run_dir / "metrics.jsonl", start)
+        self.board = TensorBoardLog(run_dir / "tensorboard", start) if tensorboard else None
+        self.watch = watch
+        for record in read_metrics(self.metrics.path) if start else ():
+            watch.look(record)
+
+    def __enter__(self) -> _Book:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.metrics.close()
+        if self.board is not None:
+            self.board.close()
+
+    def write(self, stepper: Stepper, step: int, shown: Progress) -> str | None:
+        """Log a step; the verdict, if the run is dead."""
+        record, watch = _record(stepper, step), self.watch
+        watch.look(record)
+        if watch.verdict is not None and not watch.told:
+            watch.told, record["warning"] = True, watch.verdict
+            shown.note(f"warning: step {step}: {watch.verdict}")
+        self.metrics.write(record)
+        if self.board is not None:
+            self.board.write(record)
+        shown.log(step, f"loss {record['loss']:.4f}")
+        return watch.verdict
 
 
 def set_arithmetic(train: TrainConfig) -> None:
@@ -175,7 +270,7 @@ def _record(stepper: Stepper, step: int) -> dict[str, Any]:
     }
 
 
-def _check_health(stepper: Stepper, step: int) -> None:
+def _check_finite(stepper: Stepper, step: int) -> None:
     in_row = int(stepper.optimizer.skipped_in_row.item())
     if in_row >= MAX_SKIPPED_IN_ROW:
         raise NumericFailure(

@@ -63,6 +63,10 @@ class Method(nn.Module, ABC):
     def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Loss of a batch of clean rows, in nats per token."""
 
+    def health(self, log: Mapping[str, Any]) -> str | None:
+        """What ails the method by the numbers of one log line, with what to try; None if nothing does."""
+        return None
+
     @abstractmethod
     def nll_bound(self, x0: Int[Tensor, "B L"], convention: Convention, rng: Rng) -> Float[Tensor, " B"]:
         """One Monte-Carlo draw of a named likelihood for each row, in nats per row (see `Convention`).

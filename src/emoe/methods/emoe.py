@@ -5,6 +5,7 @@ One router read on the clean sequence is the posterior, on the noisy one the pri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from emoe.routing.routes import Gradient, Redraw, carried, carries, draw, paired
 from emoe.types import Denoised, Gate, Inference, Objective, TokenSpace, Wants, Weighed
 
 Estimator = Literal["pathwise", "wake-sleep", "vimco", "leave-one-out"]
+DEAD_USAGE, DEAD_KL = 0.1, 1e-4  # nats: entropy of a block's usage, and route KL per position, below which it is dead
 ESTIMATORS = {"wake-sleep": wake_sleep, "vimco": vimco, "leave-one-out": leave_one_out}
 
 
@@ -298,6 +300,29 @@ class EMoE(MaskedDiffusion):
         """The route KL of each block at every position, and summed over them: `route_kl`, with its parts kept."""
         at = [position_kl(post, prior) for post, prior in zip(passes.post, passes.prior, strict=True)]
         return at, torch.stack([kl.sum(-1) for kl in at], dim=-1)
+
+    def health(self, log: Mapping[str, Any]) -> str | None:
+        """Whether the routers are dead: all blocks run one expert each, or no route tells anything of x0.
+
+        By the drawn blocks of a log line: the entropy of the usage (of the posterior, over rows and positions) is below
+        0.1 nats in each, or the mean KL of posterior and prior is below 1e-4 nats per position in each.
+        """
+        blocks = [name.rpartition("/block")[2] for name in log if name.startswith("route_kl/block")]
+        if not blocks or self.config.experts == 1:
+            return None
+        shares = [[float(share) for share in log[f"usage/block{block}"]] for block in blocks]
+        entropy = [-sum(share * math.log(share) for share in some if share > 0) for some in shares]
+        kl = [float(log[f"route_kl/block{block}"]) for block in blocks]
+        where = f"in each of the blocks {', '.join(blocks)}" if len(blocks) > 1 else f"in block {blocks[0]}"
+        if all(nats < DEAD_USAGE for nats in entropy):
+            told = f"one expert does nearly all the work {where} (entropy of usage at most {max(entropy):.2g} nats)"
+        elif all(nats < DEAD_KL for nats in kl):
+            told = f"routes tell nothing of the clean row {where} (KL at most {max(kl):.2g} nats per position)"
+        else:
+            return None
+        return (
+            f"the routers are dead: {told}; try method.balance, a ramp of method.kl_weight, or another method.estimator"
+        )
 
     def _log(self, at: Sequence[Float[Tensor, "N _P"]], passes: Passes) -> dict[str, Tensor]:
         """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block.

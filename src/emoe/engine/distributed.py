@@ -1,0 +1,215 @@
+"""Several processes that train one run: who is here, means over all of them, and what happens when one is lost.
+
+The processes are started by `torchrun`, or by anything else that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT. Gradients travel by NCCL between GPUs and by gloo between CPUs; flags always by gloo, so that reading
+one never waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from emoe.config import ConfigError
+
+BUCKET_BYTES = 2**26  # gradients are copied into buffers of about this size, one after the other
+ANSWER_SECONDS = 2  # how long the others have to say that they are still there when a process is lost
+TIMEOUT = "EMOE_RANK_TIMEOUT"  # seconds after which a process that does not answer counts as lost
+TIMEOUT_SECONDS = 600.0  # must be longer than writing a checkpoint takes: the others wait for it
+
+
+_MEETINGS = itertools.count()
+
+
+class LostRank(RuntimeError):  # noqa: N818 - names what happened
+    """Another process of the run has ended or does not answer."""
+
+    exit_code: ClassVar[int] = 6
+
+
+class World:
+    """The processes of a run, of which this one has the number `rank`. Alone, every method does nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None, control: Any = None):
+        self.rank, self.size = rank, size
+        self._store, self._control = store, control
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes logs and checkpoints."""
+        return self.rank == 0
+
+    def agree(self, number: int) -> int:
+        """The largest of the numbers that the processes give; all get the same one, and wait for each other."""
+        return number if self.size == 1 else self.any_of([number])[0]
+
+    def any_of(self, numbers: Sequence[int]) -> list[int]:
+        """The largest number at each place; equal lengths everywhere."""
+        if self.size == 1:
+            return list(numbers)
+        found = torch.tensor([int(number) for number in numbers])
+        self._call(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=self._control)
+        return [int(number) for number in found.tolist()]
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Put the mean over all processes into every tensor, the same bits in each process."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self._call(dist.all_reduce, flat)
+            flat /= self.size
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def check_same(self, text: str, problem: str) -> None:
+        """Raise in all processes if their texts differ; `problem` says what that means.
+
+        Raises:
+            ConfigError: With the ranks that differ from the first.
+        """
+        if self.size == 1:
+            return
+        own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        self._call(dist.all_gather, every, own, group=self._control)
+        others = [str(rank) for rank, one in enumerate(every) if not torch.equal(one, every[0])]
+        if others:
+            raise ConfigError([f"ranks: {problem} (rank {', '.join(others)} differs from rank 0)"])
+
+    def lead(self, act: Callable[[], object]) -> None:
+        """Rank 0 acts and the others wait; if it fails there, all end."""
+        try:
+            if self.leads:
+                act()
+        except BaseException:
+            self.agree(1)
+            raise
+        if self.agree(0):
+            raise LostRank(f"rank {self.rank}: rank 0 could not begin, see its message")
+
+    def _call(self, operation: Callable[..., object], *args: Any, **options: Any) -> None:
+        """Exchange something with the others; a clear error if that fails."""
+        try:
+            operation(*args, **options)
+        except RuntimeError as error:  # gloo has no type of its own for a closed connection, nor for a timeout
+            reason = str(error).strip().splitlines()[0]
+        else:
+            return
+        del options
+        # Closing the connections wakes those that wait for this process, so that they can answer. It takes that no
+        # frame of the failed call holds them any longer, which is why the error is gone here.
+        control, self._control = self._control, None
+        dist.destroy_process_group(control)
+        del control
+        gc.collect()
+        lost = ", ".join(map(str, self._missing()))
+        told = (
+            f"lost rank {lost}, which has ended or did not answer in {timeout_seconds():g} s (${TIMEOUT})"
+            if lost
+            else f"an exchange with the other ranks failed, though all are there ({reason})"
+        )
+        raise LostRank(f"rank {self.rank}: {told}; start all processes again with --resume")
+
+    def _missing(self) -> list[int]:
+        """The ranks that do not say that they are there, by the store that all of them met at."""
+        missing = set(range(self.size)) - {self.rank}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        try:
+            self._store.set(f"here/{self.rank}", "yes")
+            while missing and time.monotonic() < deadline:
+                time.sleep(0.05)
+                missing = {rank for rank in missing if not self._store.check([f"here/{rank}"])}
+        except RuntimeError:  # the store lives in rank 0, unless torchrun keeps it
+            return [0] if 0 in missing else sorted(missing)
+        return sorted(missing)
+
+
+def launched() -> tuple[int, int, int]:
+    """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own.
+
+    Raises:
+        ConfigError: The variables are not those of a launcher.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return 0, 1, 0
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            [f"ranks: WORLD_SIZE is {size}, but {', '.join(missing)} is not set; start with torchrun, or unset it"]
+        )
+    try:
+        rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except ValueError:
+        rank, count, local = -1, 0, 0
+    if not 0 <= rank < count:
+        raise ConfigError([f"ranks: RANK {os.environ['RANK']!r} of WORLD_SIZE {size!r} is none; start with torchrun"])
+    return rank, count, local
+
+
+def timeout_seconds() -> float:
+    """How long a process waits for the others."""
+    text = os.environ.get(TIMEOUT, "")
+    try:
+        seconds = float(text) if text else TIMEOUT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise ConfigError([f"{TIMEOUT}: must be a number of seconds > 0, got {text!r}"])
+    return seconds
+
+
+@contextlib.contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """The world that the environment names, for the length of a `with` block; all its processes must come."""
+    rank, size, _ = launched()
+    if size == 1:
+        yield World()
+        return
+    timeout = timedelta(seconds=timeout_seconds())
+    try:
+        store, *_ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store = dist.PrefixStore(f"run{next(_MEETINGS)}", store)  # torchrun's store remembers earlier meetings
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" else None
+    except (RuntimeError, OSError) as error:
+        raise LostRank(f"rank {rank}: the {size} processes did not come together ({error})") from error
+    world = World(rank, size, store, control)
+    try:
+        yield world
+        world.agree(0)  # who ends early is taken for lost by those that still work
+    except BaseException:
+        # NCCL may now wait for operations that never end; the end of the process frees it too.
+        if backend == "gloo" and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in groups of one dtype and about BUCKET_BYTES, in the same order in every process."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket, size = [], 0
+        for tensor in (one for one in tensors if one.dtype == dtype):
+            bucket.append(tensor)
+            size += tensor.nbytes
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket

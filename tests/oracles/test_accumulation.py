@@ -1,0 +1,225 @@
+"""A step in several parts is the step in one: the same loss, log, gradients and weights, for the same draws.
+
+Each part has random streams of its own. To compare with one batch, the test lets that batch draw what the parts draw,
+part after part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from emoe.config import ConfigError
+from emoe.diffusion.times import stratified_times
+from emoe.engine.optim import OptimConfig, ema_decay
+from emoe.engine.stepper import Stepper
+from emoe.engine.trainer import TrainConfig
+from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
+from emoe.methods.emoe import EMoEConfig
+from emoe.methods.mdlm import MDLMConfig
+from emoe.methods.vadd import VADDConfig
+from emoe.ramps import Constant
+from emoe.rng import Rng
+
+STEPS, BATCH = 4, 12
+OPTIM = OptimConfig(lr=1e-2, eps=1e-6, clip=0.5, schedule="constant")
+CONFIGS: dict[str, MaskedDiffusionConfig] = {
+    "mdlm": MDLMConfig(),
+    "vadd": VADDConfig(),
+    "emoe": EMoEConfig(experts=5, relax_tau=Constant(value=0.7)),
+    "emoe-draws": EMoEConfig(experts=5, estimator="vimco", gradient="none", draws=3, elbo_power=Constant(value=1.0)),
+}
+Tiny = Callable[..., MaskedDiffusion]
+
+
+class DrawnInParts(TorchFunctionMode):
+    """Draws of the whole batch from the streams of its parts, each for its own rows."""
+
+    def __init__(self, parts: list[Rng]):
+        super().__init__()
+        self.parts, self.streams = parts, {}
+        self.drawn = 0
+
+    def open(self, whole: Rng) -> None:
+        for purpose in ("mask", "latent", "route"):
+            self.streams[id(whole.stream(purpose))] = [part.stream(purpose) for part in self.parts]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = self.streams.get(id(kwargs.get("generator")))
+        if func not in (torch.rand, torch.randn) or own is None:
+            assert own is None, f"{func} draws from a stream of the step"
+            return func(*args, **kwargs)
+        self.drawn += 1
+        rows, *rest = args[0]
+        shape = (rows // len(own), *rest)
+        return torch.cat([func(shape, **{**kwargs, "generator": generator}) for generator in own])
+
+
+def batches(method: MaskedDiffusion, step: int) -> Tensor:
+    symbols = [symbol for symbol in range(method.space.size) if symbol != method.space.mask_id]
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.tensor(symbols)[torch.randint(len(symbols), (BATCH, method.space.length), generator=generator)]
+
+
+def stepper_of(method: MaskedDiffusion, accumulate: int) -> Stepper:
+    return Stepper(
+        method, lambda step: batches(method, step), method.ramps, OPTIM,
+        total=STEPS, rng=Rng(5), ema=0.5, precision="fp32", graph=False, accumulate=accumulate,
+    )  # fmt: skip
+
+
+def result(stepper: Stepper) -> dict[str, Tensor]:
+    assert stepper.loss is not None
+    named = dict(stepper.module.named_parameters())
+    grads = {f"grad/{name}": p.grad for name, p in named.items() if p.grad is not None}
+    weights = {f"weight/{name}": p for name, p in named.items()}
+    average = {f"ema/{name}": value for name, value in stepper.optimizer.state()["ema"].items()}
+    log = {f"log/{name}": value.double() for name, value in stepper.loss.log.items()}
+    norm = {"grad_norm": stepper.optimizer.grad_norm}
+    return {k: v.detach().clone() for k, v in (grads | weights | average | log | norm).items()}
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # usage and the norm are kept in single precision
+        atol = 1e-6 if "usage" in name or name == "grad_norm" else 1e-12
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("parts", [2, 3, 12])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_parts_equal_one_batch(kind: str, parts: int, tiny: Tiny) -> None:
+    cut, whole = (stepper_of(tiny(CONFIGS[kind], size=4, length=3, width=16, hidden=16), count) for count in (parts, 1))
+    draws = DrawnInParts([Rng(5).part(number, parts) for number in range(parts)])
+    draws.open(whole.rng)
+    for step in range(STEPS):
+        cut(step)
+        for part in draws.parts:
+            part.at(step)
+        with draws:
+            whole(step)
+        assert_equal(result(cut), result(whole))
+    assert draws.drawn >= STEPS * {"mdlm": 1, "vadd": 2}.get(kind, 3)
+
+
+def test_the_loads_of_the_parts_differ(tiny: Tiny) -> None:
+    """The case above is the hard one: experts have unequal loads, and some are idle in one part only."""
+    method = tiny(CONFIGS["emoe"], size=4, length=3, width=16, hidden=16)
+    rng, idle = Rng(5), set()
+    for number, rows in enumerate(batches(method, 0).chunk(3)):
+        log = method(rows, knobs_of(method), rng.part(number, 3)).log
+        idle.add(tuple((log["usage/block1"] == 0).tolist()))
+        assert log["usage/block1"].max() > 2 * log["usage/block1"].min()
+    assert len(idle) > 1 and any(map(any, idle))
+
+
+def knobs_of(method: MaskedDiffusion) -> dict[str, Tensor]:
+    return {name: torch.tensor(ramp(0, STEPS)) for name, ramp in method.ramps.items()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EMoEConfig(experts=4, balance=0.3),
+        EMoEConfig(experts=4, balance=0.3, balance_form="floor", usage_floor=1.2),
+        EMoEConfig(experts=4, free_nats=0.4),
+    ],
+    ids=["switch", "floor", "free-nats"],
+)
+def test_statistics_of_a_batch_are_those_of_its_parts(config: EMoEConfig, tiny: Tiny) -> None:
+    method, parts = tiny(config), 3
+    stepper = stepper_of(method, parts)
+    reference = tiny(config)
+    losses = [
+        reference(rows, knobs_of(reference), Rng(5).part(number, parts))
+        for number, rows in enumerate(batches(method, 0).chunk(parts))
+    ]
+    total = torch.stack([loss.total for loss in losses]).mean()
+    total.backward()
+    grads: dict[str, Tensor] = {}
+    inner = stepper.optimizer.step
+
+    def keep(loss: Tensor) -> None:
+        grads.update({name: p.grad.clone() for name, p in method.named_parameters() if p.grad is not None})
+        inner(loss)
+
+    stepper.optimizer.step = keep  # type: ignore[method-assign]
+    stepper(0)
+    assert stepper.loss is not None
+    torch.testing.assert_close(stepper.loss.total, total.detach(), rtol=0, atol=1e-12)
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=0, atol=1e-12)
+    if config.balance:
+        aux = torch.stack([loss.log["aux"].detach() for loss in losses])
+        assert aux.std() > 1e-3
+        torch.testing.assert_close(stepper.loss.log["aux"], aux.mean(), rtol=0, atol=1e-12)
+
+
+def test_times_of_the_parts_are_those_of_the_batch() -> None:
+    rng = Rng(3).at(7)
+    whole = stratified_times(12, rng.stream("time", shared=True))
+    for ranks, parts in ((1, 4), (2, 2), (4, 1), (3, 2)):
+        found = []
+        for rank in range(ranks):
+            for number in range(parts):
+                part = Rng(3, rank=rank, world=ranks).part(number, parts).at(7)
+                stream = part.stream("time", shared=True)
+                found.append(stratified_times(12 // (ranks * parts), stream, rank=part.rank, world=part.world))
+        assert torch.equal(torch.cat(found), whole)
+
+
+def test_one_part_is_the_stream_itself_and_parts_are_as_ranks() -> None:
+    rng = Rng(3, rank=1, world=2)
+    assert rng.part(0, 1) is rng
+    for number in range(3):
+        part, rank = rng.part(number, 3).at(9), Rng(3, rank=3 + number, world=6).at(9)
+        assert torch.equal(torch.rand(4, generator=part.stream("mask")), torch.rand(4, generator=rank.stream("mask")))
+
+
+def test_the_moving_average_counts_steps_and_not_parts(tiny: Tiny) -> None:
+    """ema_n = sum over k of (1 - d_k) * d_(k+1) ... d_n * p_k, with d_0 = 0 for the first weights."""
+    method = tiny(CONFIGS["mdlm"])
+    stepper = stepper_of(method, 4)
+    weights = [[p.detach().clone() for p in method.parameters()]]
+    for step in range(STEPS):
+        stepper(step)
+        weights.append([p.detach().clone() for p in method.parameters()])
+    decays = [0.0, *(ema_decay(0.5, step) for step in range(STEPS))]
+    shares = [(1 - decays[k]) * float(torch.tensor(decays[k + 1 :]).double().prod()) for k in range(STEPS + 1)]
+    assert sum(shares) == pytest.approx(1.0)
+    for i, average in enumerate(stepper.optimizer.ema):
+        closed = sum(share * some[i] for share, some in zip(shares, weights, strict=True))
+        torch.testing.assert_close(average, closed, rtol=0, atol=1e-7)  # the decays are held in single precision
+
+
+def test_a_part_that_is_not_finite_refuses_the_step(tiny: Tiny) -> None:
+    method = tiny(CONFIGS["mdlm"])
+    stepper = stepper_of(method, 3)
+    before = [p.detach().clone() for p in method.parameters()]
+    inner, calls = method.objective, []
+
+    def spoiled(*args: Any) -> Any:
+        out = inner(*args)
+        calls.append(1)
+        if len(calls) == 2:
+            out.loss.mul_(float("nan"))
+        return out
+
+    method.objective = spoiled  # type: ignore[method-assign]
+    stepper(0)
+    assert len(calls) == 3 and stepper.optimizer.skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, method.parameters(), strict=True))
+
+
+def test_unequal_parts_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="accumulate: must divide batch = 10, got 3"):
+        TrainConfig(batch=10, accumulate=3)
+    with pytest.raises(ConfigError, match="train.accumulate: 12 rows cannot be cut into 5 equal parts"):
+        stepper_of(tiny(CONFIGS["mdlm"]), 5)(0)
