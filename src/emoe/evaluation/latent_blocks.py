@@ -269,6 +269,7 @@ def health_lines(results: Results) -> tuple[list[str], Lines]:
     return header, lines
 
 
+@results_block("scaling-64-table", "scaling-64")
 @results_block("scaling-table", "scaling")
 def scaling_table(results: Results) -> str:
     """Ties kept in one step against the length of a row, for every family and variant."""
@@ -281,6 +282,7 @@ def scaling_table(results: Results) -> str:
     return f"{table}\nTies kept at NFE 1 in percent; in parentheses coverage. {_what_they_are(labels)} {_made(results)}"
 
 
+@results_block("scaling-64-health", "scaling-64")
 @results_block("scaling-health", "scaling")
 def scaling_health(results: Results) -> str:
     """Whether the latent is alive in the longest rows."""
