@@ -1,7 +1,7 @@
 """The command line: one table of commands, each imported only when it is called.
 
-Exit codes: 0 done, 2 bad configuration or arguments, 3 bad data, 4 numeric failure, 5 storage failure,
-130/143 stopped by a signal after a good save.
+Exit codes: 0 done, 2 bad configuration or arguments, 3 bad data, 4 numeric failure or dead run, 5 storage failure,
+6 another process of the run is lost, 130/143 stopped by a signal after a good save.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from emoe.evaluation.likelihood import Tick
+    from emoe.evaluation.pools import Pool
     from emoe.evaluation.results import Results, Row
+    from emoe.judges import Comparison
     from emoe.runs import Run
     from emoe.types import Convention
 
@@ -135,6 +137,7 @@ def cmd_train(words: list[str]) -> int:
         print(f"\nfields of {args.recipe} and their values:")
         print_fields(experiment)
         return 0
+    from emoe.engine.distributed import launched
     from emoe.runs import train
 
     folder = args.run or f"runs/{experiment.name.replace(' ', '_')}-seed{experiment.seed}"
@@ -143,7 +146,9 @@ def cmd_train(words: list[str]) -> int:
     )
     assert run.result is not None
     outcome = {"run": str(run.path), "step": run.step, "steps": experiment.train.steps, "seconds": run.result.seconds}
-    if args.json:
+    if launched()[0] != 0:
+        pass  # of several processes the first one speaks
+    elif args.json:
         print(json.dumps(outcome))
     else:
         print(f"{run.path}: step {run.step} of {experiment.train.steps} after {run.result.seconds:.1f} s")
@@ -323,13 +328,16 @@ def sampling(run: Run, rows: int, nfe: Sequence[int], label: str, *, quiet: bool
         yield
 
 
-def cmd_eval(words: list[str]) -> int:
-    """Measure a run."""
-    rest, settings = split_settings(words)
+def eval_parser() -> Parser:
+    """The options of `emoe eval`."""
     parser = Parser(
         prog="emoe eval",
         description="Draw samples at each NFE and measure them, and estimate named likelihoods. One or more runs.",
-        examples=["emoe eval runs/a runs/b --nfe 1,2,4", "emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500"],
+        examples=[
+            "emoe eval runs/a runs/b --nfe 1,2,4",
+            "emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500",
+            "emoe eval runs/news --judge models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it",
+        ],
     )
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--nfe", help="numbers of network calls, such as 1,2,4; default: the recipe's")
@@ -342,12 +350,23 @@ def cmd_eval(words: list[str]) -> int:
     parser.add_argument(
         "--exact", action="store_true", help="toy: also the exact law at each NFE, without sampling noise"
     )
+    parser.add_argument(
+        "--judge",
+        metavar="FOLDER",
+        help="text: also the perplexity of the samples under a judge, a run of 'ar' or a Hugging Face model",
+    )
     parser.add_argument("--rows", help="held-out rows for likelihoods (default 2000, or all where there are fewer)")
     parser.add_argument("--results", help="also merge the rows into this results file")
     add_data_root(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    args = parser.parse_args(rest)
+    return parser
+
+
+def cmd_eval(words: list[str]) -> int:
+    """Measure a run."""
+    rest, settings = split_settings(words)
+    args = eval_parser().parse_args(rest)
     nfe = None if args.nfe is None else parse_numbers("nfe", args.nfe)
     samples = None if args.samples is None else parse_number("samples", args.samples, low=2, high=10_000_000)
     seed = None if args.seed is None else parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
@@ -373,8 +392,10 @@ def cmd_eval(words: list[str]) -> int:
         # Exact laws first: one that is too large is refused before anything is drawn.
         config = run.experiment.eval
         rows = exact_part(run, nfe or config.nfe) if args.exact else []
+        judged = judge_part(run, args.judge, args.device) if args.judge else None
         with sampling(run, samples or config.samples, nfe or config.nfe, f"samples of {folder}"):
-            rows += evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed)
+            rows += evaluate(run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=judged)
+        rows += judged.rows if judged is not None else []
         if args.likelihood != "none":
             names = default_conventions(run.method) if asked is None else asked
             conventions |= dict.fromkeys(names)
@@ -391,11 +412,47 @@ def cmd_eval(words: list[str]) -> int:
         print(json.dumps([vars(row) for row in results.rows], indent=1))
     else:
         # Likelihoods, which belong to no NFE, have a table of their own.
-        for part in (results.only(convention=None), results.only(convention="exact")):
+        for part in (results.only(convention=None), results.only(convention="exact"), results.only(metric="gen_ppl")):
             for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows if row.nfe is not None):
                 print_grid(metric_grid(part, task, metric))
         print_likelihoods(results.rows, list(conventions))
     return 0
+
+
+class Judging:
+    """Scores every pool that it is called with; `rows` are the perplexities, and the judge's own of held-out rows."""
+
+    def __init__(self, run: Run, comparison: Comparison):
+        self.run, self.comparison = run, comparison
+        self.rows: list[Row] = []
+
+    def __call__(self, pool: Pool) -> None:
+        """Score a pool."""
+        from emoe.evaluation.evaluate import make_row
+
+        for item in self.comparison.measure(pool.samples, nfe=pool.nfe, seeds=()).measurements:
+            known = any(row.metric == item.metric == "judge_ppl" for row in self.rows)
+            if not known:
+                nfe = pool.nfe if item.metric == "gen_ppl" else None
+                name = self.comparison.setting.name
+                self.rows.append(
+                    make_row(item, self.run.domain, self.run.experiment, nfe=nfe, convention=name)
+                )  # fmt: skip
+                if nfe is None:
+                    told = f"perplexity {item.value:.2f} of {item.n:,} held-out rows of {self.run.domain.name}"
+                    print(f"judge {self.comparison.judge.name}: {told}", file=sys.stderr)
+
+
+def judge_part(run: Run, folder: str, device: str) -> Judging:
+    """A judge of the samples of a run on text, opened before anything is drawn."""
+    from emoe.domains.text.data import Text
+    from emoe.judges import Comparison, open_judge
+
+    if not isinstance(run.domain, Text):
+        raise ConfigError([f"judge: {run.path} was not trained on text; leave it out"])
+    judge = open_judge(folder, device=device, text=run.domain)
+    judge.encode(run.domain, run.domain.test_rows[:1].long())  # one that reads other tokens is refused here
+    return Judging(run, Comparison(judge, run.domain))
 
 
 def likelihood_part(run: Run, names: Sequence[Convention], rows: int | None, seed: int | None) -> list[Row]:
@@ -531,6 +588,7 @@ def cmd_reproduce(words: list[str]) -> int:
         "estimators": "bias, spread and cost of estimators of the latent (docs/learning-the-latent.md)",
         "mnist": "the MNIST table: bits per dimension under named conventions, samples over NFE, a film",
         "digits": "the same on small digits that come with the package, in minutes on a CPU",
+        "text": "the LM1B tables on text of your own: likelihoods, Gen-PPL with entropy, MAUVE, the collapse ablation",
     }
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<12}{text}" for name, text in studies.items()]

@@ -339,6 +339,32 @@ class HFJudge(Judge):
         return torch.cat(found)
 
 
+def open_judge(folder: str | Path, *, device: str = "auto", text: Text | None = None) -> Judge:
+    """A judge by its folder: one of our own runs, which has an `experiment.json`, or a Hugging Face model.
+
+    Args:
+        folder: The run or the model.
+        device: auto, cpu, cuda or cuda:N.
+        text: What a run is opened with where its own text is not here; the tokenizers are then not compared.
+
+    Raises:
+        ConfigError: The folder holds neither.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            [f"judge: {path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"]
+        )
+    if not (path / "experiment.json").is_file():
+        return HFJudge(path, device=device)
+    try:
+        return RunJudge(path, device=device)
+    except DataError:
+        if text is None:
+            raise
+        return RunJudge(load_run(path, device=device, domain=text))
+
+
 def _load(module: str) -> Any:
     """A package of the extra `judge`.
 

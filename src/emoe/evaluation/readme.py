@@ -23,7 +23,7 @@ Generator = Callable[[Path], str]
 GENERATORS: dict[str, Generator] = {}
 _MARK = re.compile(r"<!-- (/?)generated:([A-Za-z0-9_-]+) -->")
 # Modules beside this one that register further blocks.
-BLOCKS = ("search_blocks", "latent_blocks", "estimator_blocks", "image_blocks")
+BLOCKS = ("search_blocks", "latent_blocks", "estimator_blocks", "image_blocks", "text_blocks")
 # Samples that repeat one good mode raise validity; only overlap shows it, so the two appear together.
 _TOGETHER = {"toy-validity": "toy-overlap"}
 

@@ -7,6 +7,7 @@ Everything that prints a number of ours (tables, README, reports) reads these fi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -99,9 +100,14 @@ class SeedMean(NamedTuple):
     seeds: int
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _faults(cls: type, data: Mapping[str, Any]) -> list[str]:
     """Check names, types and finiteness of the values of a dataclass; `key: what is wrong` for each fault."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     faults = [f"{key}: unknown key" for key in data if key not in hints]
     faults += [f"{key}: missing" for key in hints if key not in data]
     for key, hint in hints.items():

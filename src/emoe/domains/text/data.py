@@ -8,6 +8,7 @@ import json
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -31,6 +32,22 @@ from emoe.types import Measurement, TokenSpace
 
 HeldOut = Literal["auto", "valid", "test"]
 SHOWN, WIDTH, LINES = 6, 80, 5  # samples of a pool in a picture, characters of a line, lines of a sample
+_PLACES: dict[str, Path] = {}  # path in a config -> where the set lies on this machine
+
+
+@contextmanager
+def sets_at(places: Mapping[str, str | Path]) -> Iterator[None]:
+    """Let sets lie elsewhere for a while: path in a config -> folder on this machine.
+
+    A config keeps its path and a set the name of that path, so that a run is the same one wherever its data lie.
+    """
+    before = dict(_PLACES)
+    _PLACES.update({path: Path(folder) for path, folder in places.items()})
+    try:
+        yield
+    finally:
+        _PLACES.clear()
+        _PLACES.update(before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +65,11 @@ class TextConfig(DomainConfig, kind="text"):
         if self.held_out not in get_args(HeldOut):
             yield f"held_out: {self.held_out!r} is not known; allowed: {', '.join(get_args(HeldOut))}"
 
+    @property
+    def folder(self) -> Path:
+        """Where the set lies: at `path`, unless `sets_at` says otherwise."""
+        return _PLACES.get(self.path, Path(self.path))
+
     def build(self, seed: int) -> Text:
         """Open and check the set."""
         return Text(self)
@@ -56,13 +78,11 @@ class TextConfig(DomainConfig, kind="text"):
         """Texts with holes (see `emoe.domains.text.given`), as they are or in a .txt file; or tokens in .npy, .csv."""
         if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
             return super().read_given(source, space, ink=ink)
-        folder = Path(self.path)
-        return read_texts(source, folder, read_manifest(folder), space)
+        return read_texts(source, self.folder, read_manifest(self.folder), space)
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         """Rows as text, special tokens by their names."""
-        folder = Path(self.path)
-        vocabulary = find_vocabulary(folder, read_manifest(folder))
+        vocabulary = find_vocabulary(self.folder, read_manifest(self.folder))
         return [vocabulary.decode(row) for row in rows.tolist()]
 
     def draw_completions(
@@ -85,8 +105,9 @@ class Text(Domain):
     task: ClassVar[str] = "text"
 
     def __init__(self, config: TextConfig):
-        folder = Path(config.path)
-        self.name, self.manifest = folder.resolve().name, read_manifest(folder)
+        folder = config.folder
+        self.name = Path(config.path).name if config.path in _PLACES else folder.resolve().name
+        self.manifest = read_manifest(folder)
         self.space = TokenSpace(
             size=self.manifest["size"], mask_id=self.manifest["special"]["mask"], length=self.manifest["length"]
         )

@@ -1,0 +1,173 @@
+"""Figures of the study of text, and its page of samples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape as escape_html
+from pathlib import Path
+from typing import Any
+
+from emoe.domains.text.data import Text
+from emoe.evaluation.grid import METHODS, measure
+from emoe.evaluation.image_blocks import mean_of
+from emoe.evaluation.results import Results, Row
+from emoe.evaluation.text_blocks import (
+    GREEDY,
+    SETTINGS,
+    blocks_of,
+    data_of,
+    in_setting,
+    models,
+    steps_of,
+    training_points,
+)
+from emoe.studies.text_files import Archive, PoolKey
+
+SHOWN = 2  # samples of each method at each NFE
+_SIGNS = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
+
+
+def escape(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return _SIGNS.sub(r"\\\1", escape_html(text, quote=False))
+
+
+def samples_page(groups: Sequence[tuple[Text | None, Sequence[Archive]]], count: int = SHOWN) -> str:
+    """The first samples of every pool, side by side for each NFE; empty where there are none, or no words for them."""
+    parts = []
+    for text, archives in groups:
+        if text is None:
+            continue
+        order = sorted(archives, key=_place)
+        keys = sorted({key.nfe for archive in order for key in archive.keys()})
+        for nfe in keys:
+            lines = [f"## {escape(text.name)}, NFE {nfe}\n"]
+            for archive in order:
+                for key in (PoolKey(nfe), PoolKey(nfe, GREEDY)):
+                    if archive.rows(key):
+                        shown = text.decode(archive.tokens(key)[:count])
+                        lines += [f"**{_title(archive, key)}**\n", *(f"- {escape(one)}" for one in shown), ""]
+            parts.append("\n".join(lines))
+    if not parts:
+        return ""
+    told = (
+        f"# Samples\n\nThe first {count} of each pool, not chosen, by the moving average of the weights; special "
+        "tokens by their names. A low generative perplexity can hide repetition: read them beside `text.md`.\n"
+    )
+    return "\n".join([told, *parts])
+
+
+def _place(archive: Archive) -> tuple[int, str, int]:
+    order, method = list(METHODS), archive.manifest["method"]
+    return order.index(method) if method in order else len(order), archive.manifest["recipe"], archive.manifest["seed"]
+
+
+def _title(archive: Archive, key: PoolKey) -> str:
+    told = archive.manifest
+    changed = told["recipe"].partition(" ")[2]
+    words = [METHODS.get(told["method"], told["method"]), f"({changed})" if changed else ""]
+    words += [f"seed {told['seed']}" if told["seed"] else "", "greedy routes" if key.variant else ""]
+    return escape(", ".join(filter(None, words)))
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(picture)
+    return picture
+
+
+def _save(picture: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, dpi=120)
+
+
+def curves(results: Results, path: Path) -> bool:
+    """Generative perplexity with the entropy of the samples beside it, and MAUVE, over NFE; False without numbers."""
+    panels = {"gen_ppl": SETTINGS[0], "entropy": None, "mauve": None}
+    datas = [data for data in data_of(results) if results.select(data=data, metric="gen_ppl")]
+    if not datas:
+        return False
+    picture = _figure(4.0 * len(panels), 3.4 * len(datas))
+    for line, data in zip(picture.subplots(len(datas), len(panels), squeeze=False), datas, strict=True):
+        groups, real = models(results, data), results.select(data=data, method="data")
+        for panel, (metric, setting) in zip(line, panels.items(), strict=True):
+            for number, (model, rows) in enumerate(groups.items()):
+                for variant, style in ((None, "-"), (GREEDY, ":")):
+                    name = in_setting(setting, variant) if setting else variant
+                    label = model.label + (", greedy routes" if variant else "")
+                    _line(panel, rows, metric, name, label, f"C{number}", style)
+            level = mean_of(real, metric, convention=setting)
+            if level is not None:
+                panel.axhline(level.mean, color="0.4", linestyle="--", linewidth=1, label="held-out text")
+            steps = steps_of((row for rows in groups.values() for row in rows), metric)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log" if metric == "gen_ppl" else "linear")
+            panel.set(title=f"{data}: {measure(metric).label}", xlabel="NFE", xticks=steps,
+                      xticklabels=list(map(str, steps)))  # fmt: skip
+            panel.grid(color="0.92")
+    _legend(picture)
+    _save(picture, path)
+    return True
+
+
+def _line(
+    panel: Any, rows: Sequence[Row], metric: str, convention: str | None, label: str, colour: str, style: str
+) -> None:
+    steps = steps_of((row for row in rows if row.convention == convention), metric)
+    means = [
+        (nfe, mean) for nfe in steps if (mean := mean_of(rows, metric, nfe=nfe, convention=convention)) is not None
+    ]
+    if means:
+        panel.errorbar(
+            [nfe for nfe, _ in means], [mean.mean for _, mean in means], yerr=[mean.stderr or 0.0 for _, mean in means],
+            marker="o", markersize=3.5, linewidth=1.2, capsize=2, label=label, color=colour, linestyle=style,
+        )  # fmt: skip
+
+
+def _legend(picture: Any) -> None:
+    found = [panel.get_legend_handles_labels() for panel in picture.axes]
+    handles = {name: line for lines, names in found for line, name in zip(lines, names, strict=True)}
+    if handles:
+        picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+
+
+def latent_curves(results: Results, path: Path) -> bool:
+    """Over training: usage entropy and route KL of every block, and both terms of the loss; False without a latent."""
+    found = [
+        (data, model.label, rows)
+        for data in data_of(results)
+        for model, rows in models(results, data).items()
+        if any(value for _, value in training_points(rows, "train_kl"))
+    ]
+    if not found:
+        return False
+    picture = _figure(12.0, 2.8 * len(found))
+    names = {"usage_entropy": "entropy of usage (nats)", "route_kl": "route KL (nats per position)"}
+    for line, (data, label, rows) in zip(picture.subplots(len(found), 3, squeeze=False), found, strict=True):
+        for panel, (metric, title) in zip(line[:2], names.items(), strict=True):
+            for block in blocks_of(rows):
+                _course(panel, rows, f"{metric}/block{block}", f"block {block}", f"C{(block - 1) % 10}")
+            panel.set_title(f"{label}: {title}", fontsize=9)
+            if not blocks_of(rows):
+                panel.set_axis_off()
+                panel.set_title("")
+        for metric, name, colour in (("train_recon", "reconstruction", "0.3"), ("train_kl", "KL", "C3")):
+            _course(line[2], rows, metric, name, colour)
+        line[2].set_title(f"{label} on {data}: terms of the loss (nats per token)", fontsize=9)
+        for panel in line:
+            panel.set_xlabel("training step", fontsize=8)
+            panel.grid(color="0.92")
+            if panel.get_legend_handles_labels()[0]:
+                panel.legend(fontsize=7)
+    _save(picture, path)
+    return True
+
+
+def _course(panel: Any, rows: Sequence[Row], metric: str, label: str, colour: str) -> None:
+    points = training_points(rows, metric)
+    if points:
+        panel.plot(*zip(*points, strict=True), marker=".", markersize=3, linewidth=1.2, label=label, color=colour)
