@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
@@ -232,7 +233,10 @@ def test_scores_are_those_of_the_judge(results: Results, finished: Path, sets: P
 
 def test_the_page_of_tables_and_samples_and_the_figures(results: Results, finished: Path, sets: Path) -> None:
     page = (finished / "results/text.md").read_text()
-    assert page == text_tables(results) and all(f"## {title}" in page for title, _ in PARTS.values())
+    assert page == text_tables(results)
+    has_mauve = importlib.util.find_spec("mauve") is not None
+    for title, _ in PARTS.values():
+        assert (f"## {title}\n" in page) == (has_mauve or title != "MAUVE")
     assert "*Italics*" not in page and "643.8" not in page  # the recipes were changed: nothing to set beside the paper
     samples = (finished / "results/text-samples.md").read_text()
     archive = Archive.open(finished / "runs/pools" / f"{run_of(finished, 'emoe').name}.npz")

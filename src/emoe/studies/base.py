@@ -127,6 +127,7 @@ class Study:
     def _one(self, experiment: Experiment, stop: StopSignal, shares: Shares) -> str:
         """Train and measure one experiment; returns a line about it."""
         label, name = self._label(experiment), run_name(experiment)
+        begun = steps_done(self.folder / name)
         with self._own_stream():
             run = train(
                 experiment,
@@ -150,7 +151,7 @@ class Study:
 
             rows = evaluate(run.method, run.domain, experiment, keep=keep) if self.sampled else []
             rows += self.more(run) if self.more is not None else []
-        if run.result.seconds > 1:  # a finished run that was only reopened says nothing about training time
+        if begun == 0 and run.result.seconds > 1:  # of a run that was continued this is but a part
             spent = Measurement("train_s", round(run.result.seconds, 2), None, experiment.train.steps)
             rows.append(make_row(spent, run.domain, experiment, nfe=None))
         self.runs.append(run)

@@ -103,7 +103,7 @@ def main(words: list[str], data: str = "mnist") -> int:
         f"reproduce {data}", _without_places(words), folder=Path(args.runs), results=folder / f"{data}.json",
         device=args.device, quiet=args.quiet, jobs=jobs,
     )  # fmt: skip
-    study.deadline, study.sampled, study.tolerant = deadline, False, True
+    study.deadline, study.stops, study.sampled, study.tolerant = deadline, True, False, True
     with data_root(getattr(args, "data_root", None)):
         return Chain(study, plan).run(data, experiments, _all_methods(data, seeds[0], settings), folder, args.only)
 
@@ -137,7 +137,10 @@ def make_parser(data: str) -> Parser:
         parser.add_argument("--data-root", help="folder with MNIST's files; default: EMOE_DATA, then ./data")
     add = parser.add_argument
     add("--seeds", default="0", help="seeds (default 0)")
-    add("--budget", metavar="MINUTES", help="no run or measurement starts after this time; the same command continues")
+    add(
+        "--budget", metavar="MINUTES",
+        help="after this time a run under way is stopped and saved and nothing else starts; the same command continues",
+    )  # fmt: skip
     add("--runs", default=f"runs/{data}", help=f"where run folders go (default runs/{data})")
     add("--results", default="results", help=f"folder of {data}.json, {data}.md and figures (default results)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
