@@ -18,9 +18,10 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import Dropout, RoutedMLP, held, kept, time_features
+from emoe.compiled import compiled
 from emoe.config import ConfigError, option
 from emoe.diffusion.masking import NEG_INF
-from emoe.routing.experts import Dispatch
+from emoe.routing.experts import Dispatch, product_dtype
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
 SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the time is measured
@@ -134,6 +135,7 @@ def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: 
     return positions.to(dtype)[:, None] * frequency
 
 
+@compiled
 def rotate(
     x: Float[Tensor, "B H L C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
 ) -> Float[Tensor, "B H L C"]:
@@ -178,8 +180,31 @@ class Norm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
         """Normalise the last axis."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return nnf.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype)).to(x.dtype)
+        return normed(x, self.weight)
+
+
+@compiled
+def normed(
+    x: Float[Tensor, "*B K"],
+    weight: Float[Tensor, " K"],
+    shift: Float[Tensor, "B 1 K"] | None = None,
+    scale: Float[Tensor, "B 1 K"] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, "*B K"]:
+    """(1 + scale) * norm(x) + shift, in a precision: that of x unless told."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    u = nnf.layer_norm(x.to(precise), weight.shape, weight.to(precise)).to(x.dtype)
+    if shift is not None and scale is not None:
+        u = (1 + scale) * u + shift
+    return u if dtype is None else u.to(dtype)
+
+
+@compiled
+def added(
+    h: Float[Tensor, "B L K"], out: Float[Tensor, "*E B L K"], strength: Float[Tensor, "B 1 K"] | None
+) -> Float[Tensor, "*E B L K"]:
+    """h + strength * out."""
+    return h + (out if strength is None else strength * out)
 
 
 def adaln(layer: nn.Linear, c: Float[Tensor, "B C"], parts: int, like: Tensor) -> tuple[Float[Tensor, "B 1 K"], ...]:
@@ -251,20 +276,21 @@ class Block(nn.Module):
         self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, view: View
     ) -> tuple[Float[Tensor, "B L K"], Float[Tensor, "B L K"], Float[Tensor, "B 1 K"] | None]:
         """Features after attention, what router and MLP read of them, and the strength of what these will add."""
+        first, second = self.attention_norm.weight, self.mlp_norm.weight
+        dtype = product_dtype(h)  # all that reads u is a matrix product
         if self.adaln is None:
-            h = self._add(h, self.attention(self.attention_norm(h), number, view), None)
-            return h, self.mlp_norm(h), None
+            h = self._add(h, self.attention(normed(h, first, None, None, dtype), number, view), None)
+            return h, normed(h, second, None, None, dtype), None
         assert c is not None
         shift, scale, strength, mlp_shift, mlp_scale, mlp_strength = adaln(self.adaln, c, 6, h)
-        u = (1 + scale) * self.attention_norm(h) + shift
+        u = normed(h, first, shift, scale, dtype)
         h = self._add(h, self.attention(u, number, view), strength)
-        return h, (1 + mlp_scale) * self.mlp_norm(h) + mlp_shift, mlp_strength
+        return h, normed(h, second, mlp_shift, mlp_scale, dtype), mlp_strength
 
     def _add(
         self, h: Float[Tensor, "B L K"], out: Float[Tensor, "*E B L K"], strength: Float[Tensor, "B 1 K"] | None
     ) -> Float[Tensor, "*E B L K"]:
-        out = self.dropout(out)
-        return h + (out if strength is None else strength * out)
+        return added(h, self.dropout(out), strength)
 
 
 class Trunk(nn.Module):

@@ -86,7 +86,7 @@ class RoutedExperts(nn.Module):
     def _path(self, x: Tensor) -> str:
         if self.dispatch != "auto":
             return self.dispatch
-        dtype = _product_dtype(x)
+        dtype = product_dtype(x)
         aligned = all(size * dtype.itemsize % 16 == 0 for size in self.w_in.shape[1:])
         if x.is_cuda:
             # Grouped products of half precision are one kernel from Hopper on; elsewhere they wait for the host.
@@ -153,14 +153,14 @@ def _uniform(*shape: int, fan_in: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
     """The precision of a matrix product with x: autocast's, where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    dtype = _product_dtype(rows)  # autocast does not know grouped products
+    dtype = product_dtype(rows)  # autocast does not know grouped products
     return _ContiguousGrad.apply(nnf.grouped_mm(rows.to(dtype), weight.to(dtype), offs=ends))
 
 

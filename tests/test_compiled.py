@@ -1,0 +1,92 @@
+"""Functions that are compiled for a GPU: the compiler takes each as a whole, and nothing is compiled elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import emoe
+from emoe import compiled as module
+
+# In a process of its own: here wrappers that check shapes stand around every function, which a compiler cannot read.
+SCRIPT = """
+import torch
+from emoe.backbones import dit, layers
+from emoe.diffusion import categorical
+from emoe.routing import experts, kl, routes
+
+torch.manual_seed(0)
+def normal(*shape):
+    return torch.randn(shape).requires_grad_()
+
+h, weight, shift, scale = normal(2, 6, 8), normal(8), normal(2, 1, 8), normal(2, 1, 8)
+angle = torch.rand(6, 2)
+logits, other, noise = normal(2, 6, 4), normal(2, 6, 4), torch.randn(2, 6, 4)
+route = torch.randint(4, (2, 6))
+pair = torch.tensor([[0, 1], [3, 2], [2, 0]])
+cases = {
+    dit.normed: [(h, weight), (h, weight, shift, scale, torch.bfloat16), (h, weight, None, None, torch.float32)],
+    dit.added: [(h, normal(2, 6, 8), scale), (h, normal(2, 6, 8), None)],
+    dit.rotate: [(normal(2, 3, 6, 4), angle.cos(), angle.sin())],
+    layers._few_normed: [(logits, normal(4), normal(4), 1e-5)],
+    layers._capped: [(logits, 5.0)],
+    categorical.gumbel_from_uniform: [(torch.rand(3, 4, dtype=torch.float64),)],
+    routes._relaxed: [(logits, noise, torch.tensor(0.5), 2, 2), (logits, noise, 0.5, 4, 4), (logits, noise, 0.5, 2, 1)],
+    kl.position_kl: [(logits, other)],
+    kl.load_balance: [(logits, route)],
+    kl.usage_shortfall: [(logits, 1.3)],
+    kl.route_log: [(logits.detach(), other.detach(), route, torch.rand(2, 6))],
+    experts._all_experts: [
+        (normal(3, 8), pair, normal(3, 2), normal(4, 8, 5), normal(4, 5), normal(4, 5, 8), normal(4, 8), "none")
+    ],
+}
+
+def flat(value):
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+for function, calls in cases.items():
+    plain = function.__wrapped__
+    whole = torch.compile(plain, backend="aot_eager", dynamic=False, fullgraph=True)
+    for args in calls:
+        found, wanted = flat(whole(*args)), flat(plain(*args))
+        leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+        if leaves:
+            slopes = [torch.randn_like(value, dtype=torch.float32) for value in wanted]
+            sums = [
+                sum((v * s).sum() for v, s in zip(values, slopes) if v.requires_grad) for values in (found, wanted)
+            ]
+            mine, theirs = (torch.autograd.grad(one, leaves, allow_unused=True) for one in sums)
+            found, wanted = found + list(mine), wanted + list(theirs)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+print("all", len(cases))
+"""
+
+
+def test_each_is_compiled_as_a_whole_and_stays_the_same_function() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == "all 12\n", done.stderr[-2000:]
+
+
+def test_the_list_above_is_whole() -> None:
+    marked = [
+        path.name for path in Path(emoe.__file__).parent.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines() if line == "@compiled"
+    ]  # fmt: skip
+    assert len(marked) == 12
+
+
+def test_a_cpu_runs_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("compiled on a CPU")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr(module, "kernels_wanted", lambda: True)
+    twice = module.compiled(lambda x: 2 * x)
+    assert torch.equal(twice(torch.ones(2, requires_grad=True)), torch.full((2,), 2.0))
