@@ -20,8 +20,9 @@ from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import Dropout, RoutedMLP, held, kept, time_features
 from emoe.compiled import compiled
 from emoe.config import ConfigError, option
+from emoe.diffusion.chunks import product_dtype
 from emoe.diffusion.masking import NEG_INF
-from emoe.routing.experts import Dispatch, product_dtype
+from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
 SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the time is measured

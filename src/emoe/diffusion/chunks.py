@@ -37,9 +37,7 @@ class _TotalAndTarget(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor, target: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        device, dtype = h.device.type, h.dtype
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
+        dtype = product_dtype(h)
         totals, chosen = [], []
         w, b = weight.to(dtype), bias.to(dtype)
         fused = _fused(h)
@@ -78,6 +76,13 @@ class _TotalAndTarget(torch.autograd.Function):
             grad_h[here] = by_logits @ w
             grad_weight += by_logits.T @ part
         return grad_h, grad_weight, grad_bias, None, None
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The precision of a matrix product with x: autocast's, where it is on and knows the device and the precision."""
+    kind = x.device.type
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 def _fused(h: Tensor) -> ModuleType | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.compiled import compiled
+from emoe.diffusion.chunks import product_dtype
 from emoe.types import Gate
 
 Dispatch = Literal["auto", "loop", "grouped", "dense"]
@@ -151,12 +152,6 @@ def _uniform(*shape: int, fan_in: int) -> Tensor:
     """The default initialisation of a linear layer, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for each expert apart."""
     bound = 1 / math.sqrt(fan_in)
     return torch.empty(shape).uniform_(-bound, bound)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The precision of a matrix product with x: autocast's, where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
