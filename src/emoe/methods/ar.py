@@ -13,7 +13,7 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
-from emoe.config import ConfigError, option
+from emoe.config import ConfigError
 from emoe.diffusion.categorical import draw_categorical
 from emoe.diffusion.chunks import total_and_target
 from emoe.diffusion.masking import start_rows
@@ -24,11 +24,7 @@ from emoe.types import Convention, Loss, StepEvent, TokenSpace, Wants
 
 @dataclass(frozen=True, kw_only=True)
 class ARConfig(MethodConfig, kind="ar"):
-    """Options of AR."""
-
-    head_chunk: int = option(
-        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
-    )
+    """AR has no options of its own."""
 
     def wants(self) -> Wants:
         """A causal network with a cache."""

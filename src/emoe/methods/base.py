@@ -37,11 +37,15 @@ from emoe.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(Family, package="emoe.methods"):
-    """Options of a method."""
+    """Options of a method; those that all of them have."""
+
+    head_chunk: int = option(
+        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
+    )
 
     def wants(self) -> Wants:
         """What it needs of a backbone."""
-        return Wants()
+        return Wants(head_chunk=self.head_chunk)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> Method:
         """Make the method with its networks."""
@@ -116,13 +120,6 @@ class MaskedDiffusionConfig(MethodConfig):
 
     schedule: Schedule = option(LinearSchedule(), doc="masking schedule alpha_t")
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
-    head_chunk: int = option(
-        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
-    )
-
-    def wants(self) -> Wants:
-        """A head that reads some positions at a time, if it is to."""
-        return Wants(head_chunk=self.head_chunk)
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,6 @@ class BD3LMConfig(MethodConfig, kind="bd3lm"):
     schedule: Schedule = option(LinearSchedule(), doc="masking schedule alpha_t inside a block")
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
-    head_chunk: int = option(
-        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
-    )
-
     def wants(self) -> Wants:
         """Attention of its own, and a cache of finished blocks."""
         return Wants(attend=True, head_chunk=self.head_chunk)

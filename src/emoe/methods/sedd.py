@@ -31,9 +31,6 @@ class SEDDConfig(MethodConfig, kind="sedd"):
         1e-3, doc="share of tokens still clean at t = 1: sigma(t) = -log(1 - (1 - eps) t)", above=0, high=0.5
     )
     t_low: float = option(1e-3, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
-    head_chunk: int = option(
-        0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
-    )
 
     def wants(self) -> Wants:
         """A network that reads the time, since ratios depend on it."""

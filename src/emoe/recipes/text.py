@@ -62,7 +62,7 @@ def _lm1b(name: str, method: MethodConfig, backbone: DiTConfig | None = None) ->
         name=name,
         domain=TextConfig(path="sets/lm1b"),
         backbone=backbone or DiTConfig(),
-        method=dataclasses.replace(method, head_chunk=CHUNK),  # type: ignore[call-arg]  # every method has it
+        method=dataclasses.replace(method, head_chunk=CHUNK),
         optim=OptimConfig(
             algorithm="adamw",
             lr=3e-4,
@@ -86,7 +86,7 @@ def _news(name: str, method: MethodConfig, backbone: DiTConfig = SMALL) -> Exper
         name=name,
         domain=TextConfig(path="sets/news"),
         backbone=backbone,
-        method=dataclasses.replace(method, head_chunk=CHUNK),  # type: ignore[call-arg]  # every method has it
+        method=dataclasses.replace(method, head_chunk=CHUNK),
         optim=OptimConfig(
             algorithm="adamw", lr=6e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0, warmup=500, floor=0.1
         ),
