@@ -24,7 +24,7 @@ from torch import Tensor
 PROGRAMS = 128  # about as many as a large GPU has multiprocessors
 IN_FLIGHT = 8192  # numbers of a map that a program reads at once
 WARPS = 8
-ROWS = 256  # rows of a map that one program adds up
+ROWS = 128  # rows of a map that one program adds up
 
 
 @triton.jit
@@ -256,7 +256,7 @@ class _AddBias(torch.autograd.Function):
         programs = triton.cdiv(rows, ROWS)
         partial = torch.empty(programs, channels, device=dy.device)
         _sum_rows[(programs,)](
-            dy, partial, rows, C=channels, BLOCK_C=triton.next_power_of_2(channels), ROWS=ROWS, BLOCK=32
+            dy, partial, rows, C=channels, BLOCK_C=triton.next_power_of_2(channels), ROWS=ROWS, BLOCK=64, num_warps=8
         )
         return dy, partial.sum(0), dy if ctx.has_skip else None
 

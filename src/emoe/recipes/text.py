@@ -1,4 +1,4 @@
-"""Text: the paper's LM1B experiment (App. B.3), news at a size for one GPU and an hour, and a size for tests.
+"""Text: the paper's LM1B experiment (App. B.3), news at a size for one GPU, and a size for tests.
 
 The rows come from a set that `emoe data prepare` wrote: sets/lm1b, sets/news or sets/text, unless --domain.path names
 another one (docs/guides/text.md).
