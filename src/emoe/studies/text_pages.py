@@ -88,11 +88,11 @@ def _save(picture: Any, path: Path) -> None:
 def curves(results: Results, path: Path) -> bool:
     """Generative perplexity with the entropy of the samples beside it, and MAUVE, over NFE; False without numbers."""
     panels = {"gen_ppl": SETTINGS[0], "entropy": None, "mauve": None}
-    datas = [data for data in data_of(results) if results.select(data=data, metric="gen_ppl")]
-    if not datas:
+    sets = [data for data in data_of(results) if results.select(data=data, metric="gen_ppl")]
+    if not sets:
         return False
-    picture = _figure(4.0 * len(panels), 3.4 * len(datas))
-    for line, data in zip(picture.subplots(len(datas), len(panels), squeeze=False), datas, strict=True):
+    picture = _figure(4.0 * len(panels), 3.4 * len(sets))
+    for line, data in zip(picture.subplots(len(sets), len(panels), squeeze=False), sets, strict=True):
         groups, real = models(results, data), results.select(data=data, method="data")
         for panel, (metric, setting) in zip(line, panels.items(), strict=True):
             for number, (model, rows) in enumerate(groups.items()):
