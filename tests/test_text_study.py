@@ -635,13 +635,16 @@ def test_the_numbers_of_calls_that_a_method_can_make() -> None:
         ("bd3lm", 2, 2),
         ("vadd", 2, 2),
         ("emoe", 2, 2),
-        ("emoe-plus", 2, 5),
+        ("emoe-plus", 2, 2),
+        ("emoe of four draws", 2, 5),
     ],
 )
 def test_passes_are_counted(method: str, entered: float, inside: float, sets: Path) -> None:
-    """[x0; xt] counts twice, an encoder too; four draws of E-MoE+ part in the first of two blocks: (2 + 8) / 2."""
+    """[x0; xt] counts twice, an encoder too; four draws of E-MoE part in the first of two blocks: (2 + 8) / 2."""
     domain = TextConfig(path=str(sets / "set")).build(0)
-    experiment = get_recipe(f"text-tiny-{method}")
+    name, _, four = method.partition(" of ")
+    draws = {"method.draws": "4", "method.estimator": "wake-sleep", "method.gradient": "none"}
+    experiment = customise(get_recipe(f"text-tiny-{name}"), draws if four else {})
     built = experiment.build_method(domain.space).eval()
     found = network_passes(Run(Path(), experiment, domain, built, 0), domain)
     assert found == {"passes_train": entered, "calls_step": 1, "passes_block": inside}
