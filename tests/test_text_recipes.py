@@ -96,6 +96,15 @@ def test_weights_and_temperature_on_lm1b() -> None:
     assert isinstance(block, BD3LMConfig) and block.block == 16
 
 
+def test_the_guide_tells_the_sizes_of_the_networks() -> None:
+    guide = (Path(__file__).parents[1] / "docs/guides/text.md").read_text(encoding="utf-8")
+    line = next(line for line in guide.splitlines() if line.startswith("| `news-small-*`"))
+    space = TokenSpace(size=30_522, mask_id=103, length=128)
+    with torch.device("meta"):
+        sizes = [total_parameters(get_recipe(f"news-small-{name}").build_method(space)) for name in ("mdlm", "emoe")]
+    assert "{:.1f}M, E-MoE {:.1f}M".format(*(size / 1e6 for size in sizes)) in line
+
+
 def test_the_plus_recipes_differ_from_the_paper_s_by_a_floor_under_usage() -> None:
     for family in ("lm1b", "news-small", "text-tiny"):
         plain, plus = (get_recipe(f"{family}-{name}") for name in ("emoe", "emoe-plus"))

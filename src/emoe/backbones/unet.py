@@ -122,8 +122,8 @@ class _Cast(torch.autograd.Function):
 
 
 def half_weights(module: nn.Module, device: torch.device) -> Weights:
-    """The weights of all convolutions in the precision of autocast on a GPU; nothing where there is none."""
-    if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+    """The weights of all convolutions in the precision of autocast, for the kernels on a GPU; else nothing."""
+    if device.type != "cuda" or kernels("maps") is None or not torch.is_autocast_enabled("cuda"):
         return {}
     convs = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
     return dict(zip(convs, _Cast.apply(torch.get_autocast_dtype("cuda"), *(c.weight for c in convs)), strict=True))
