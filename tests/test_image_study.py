@@ -271,6 +271,26 @@ def test_a_run_begun_elsewhere_is_continued(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(ours.method.parameters(), theirs.method.parameters(), strict=True))
 
 
+def test_an_unfinished_run_is_measured_on_request_and_called_so(tmp_path, capsys):
+    words = "--methods mdlm --train.steps 4 --train.save-every 2"
+    assert study(tmp_path, f"{words} --only train") == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    last = run / "checkpoints" / "step-000000004"
+    shutil.move(last, tmp_path / "kept")
+    assert study(tmp_path, f"{words} --only score") == 0
+    assert "Frechet" not in capsys.readouterr().out  # nothing is measured of a run that goes on
+    assert study(tmp_path, f"{words} --only score --unfinished") == 0
+    rows = Results.load(tmp_path / "results/digits.json").select(method="mdlm", metric="ink")
+    assert {row.recipe for row in rows} == {"digits-mdlm train.steps=4 reached=2"}
+    assert study(tmp_path, f"{words} --only draw --unfinished") == 0
+    assert "reached=2" in (tmp_path / "results/digits.md").read_text()
+    shutil.move(tmp_path / "kept", last)
+    assert study(tmp_path, words) == 0
+    results = Results.load(tmp_path / "results/digits.json")
+    assert len({row.recipe for row in results.select(method="mdlm")}) == 2  # the early numbers stay in the file
+    assert "reached" not in (tmp_path / "results/digits.md").read_text()
+
+
 def test_a_folder_that_is_copied_here_later_enters_the_figures(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "here")
     runs, picture = tmp_path / "here/runs", tmp_path / "here/results/figures/digits-samples.png"

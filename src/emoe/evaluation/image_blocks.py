@@ -16,6 +16,7 @@ from emoe.evaluation.tables import grid_markdown, markdown_table
 
 TASKS = ("mnist", "digits")
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
+REACHED = "reached"  # in a recipe's name: the step of a run that was measured before its end
 DIGITS = 4  # decimals of bits per dimension
 PAPER = {"mnist": "binarized-mnist"}  # `data` of our rows -> that of the paper's numbers
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
@@ -52,11 +53,14 @@ def common_changes(results: Results) -> dict[str, str]:
 
 
 def models(results: Results, data: str) -> dict[Model, list[Row]]:
-    """The rows of models on a data set by method and recipe, in the order of `METHODS`."""
+    """The rows of models on a data set by method and recipe, in the order of `METHODS`.
+
+    Of a run that was measured several times on its way only the last measurement is shown.
+    """
     part = results.only(data=data)
     common = common_changes(part)
     groups: dict[Model, list[Row]] = {}
-    for row in _models(part):
+    for row in _furthest(_models(part)):
         name, fields = words_of(str(row.recipe))
         own = as_words({field: text for field, text in fields.items() if field not in common})
         usual = name == f"{row.task}-{row.method}"
@@ -84,6 +88,18 @@ def real_data(results: Results, data: str) -> list[Row]:
 
 def _models(results: Results) -> list[Row]:
     return [row for row in results.rows if row.method not in REFERENCES and row.recipe is not None]
+
+
+def _furthest(rows: Iterable[Row]) -> list[Row]:
+    """Rows without those of an earlier step of the same run; a run without a step in its name is at its end."""
+    rows = list(rows)
+    places = [words_of(str(row.recipe)) for row in rows]
+    steps = [float(fields.pop(REACHED, "inf")) for _, fields in places]
+    runs = [(name, *sorted(fields.items()), row.seed) for (name, fields), row in zip(places, rows, strict=True)]
+    last: dict[tuple[object, ...], float] = {}
+    for run, step in zip(runs, steps, strict=True):
+        last[run] = max(step, last.get(run, 0.0))
+    return [row for row, run, step in zip(rows, runs, steps, strict=True) if step == last[run]]
 
 
 def mean_of(

@@ -33,6 +33,7 @@ from emoe.evaluation.evaluate import make_row, method_name
 from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import METHODS, measure
 from emoe.evaluation.image_blocks import (
+    REACHED,
     SHOWN,
     TASKS,
     bpd_lines,
@@ -44,6 +45,7 @@ from emoe.evaluation.image_blocks import (
     real_data,
     reference_name,
 )
+from emoe.evaluation.latent_blocks import words_of
 from emoe.evaluation.likelihood import Tick, coordination_gain, estimate_nll, factorised_nll, in_units, passes
 from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.results import Results, Row
@@ -92,6 +94,7 @@ def main(words: list[str], data: str = "mnist") -> int:
         samples=None if args.samples is None else parse_number("samples", args.samples, low=2, high=10_000_000),
         rows=parse_number("rows", args.rows, high=10_000_000),
         weighted_rows=parse_number("iw-rows", args.iw_rows, high=10_000_000),
+        unfinished=args.unfinished,
     )
     names = parse_names("methods", args.methods, recipes_of(data))
     seeds = parse_seeds(args.seeds)
@@ -133,6 +136,9 @@ def make_parser(data: str) -> Parser:
         help=f"test images for importance-weighted ones (default {WEIGHTED_ROWS}, or all)",
     )  # fmt: skip
     parser.add_argument("--only", help=f"one part of the chain alone: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--unfinished", action="store_true", help="measure and show runs as far as they are; tables tell the step"
+    )
     if data == "mnist":
         parser.add_argument("--data-root", help="folder with MNIST's files; default: EMOE_DATA, then ./data")
     add = parser.add_argument
@@ -201,6 +207,7 @@ class Plan:
     samples: int | None  # for each NFE; None = as many as the recipe says
     rows: int  # test images for likelihoods
     weighted_rows: int  # and for importance-weighted ones
+    unfinished: bool = False  # runs that are still in training, too
 
     def steps(self, experiment: Experiment) -> tuple[int, ...]:
         """Numbers of network calls that samples are drawn with."""
@@ -321,12 +328,12 @@ class Chain:
     def score(self, experiments: Sequence[Experiment]) -> None:
         """Measure what is not measured; every stage is recorded as soon as it is done."""
         for experiment in experiments:
-            if not self._trained(experiment):
+            if not self._ready(experiment):
                 self.study.note(f"{_label(experiment)}: not trained yet, so not measured")
                 continue
             domain, known = self._domain(experiment), _known(self.study.results)
-            stages = self.plan.stages(experiment)
-            left = [stage for stage in stages if not self.plan.done(known, stage, experiment, domain)]
+            stages, named = self.plan.stages(experiment), self._named(experiment)
+            left = [stage for stage in stages if not self.plan.done(known, stage, named, domain)]
             if not left:
                 self.study.note(f"{_label(experiment)}: measured before")
                 continue
@@ -336,7 +343,7 @@ class Chain:
                     self.late += 1
                     continue
                 run = run or self._open(experiment)
-                self._score(stage, run, experiment, domain, f"{stages.index(stage) + 1}/{len(stages)}")
+                self._score(stage, run, named, domain, f"{stages.index(stage) + 1}/{len(stages)}")
 
     def _score(self, stage: Stage, run: Run, experiment: Experiment, domain: Images, place: str) -> None:
         """One stage, with progress."""
@@ -359,7 +366,7 @@ class Chain:
         """What real images get where samples were measured."""
         for experiment in experiments:
             known = _known(self.study.results)
-            if not known.select(recipe=experiment.name, seed=experiment.seed, metric="ink"):
+            if not known.select(recipe=self._named(experiment).name, seed=experiment.seed, metric="ink"):
                 continue
             domain = self._domain(experiment)
             count = min(self.plan.samples or experiment.eval.samples, len(domain.rows))
@@ -383,7 +390,7 @@ class Chain:
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             write_atomically(page, text)
             written.append(page)
-        trained = [one for one in shown if self._trained(one)]
+        trained = [one for one in shown if self._ready(one)]
         figures: dict[str, tuple[list[Path], Made]] = {
             "curves.png": ([self.study.results], functools.partial(curves, results, data))
         }
@@ -409,7 +416,7 @@ class Chain:
 
     def _samples(self, experiments: Sequence[Experiment], path: Path) -> None:
         """The picture of the first samples."""
-        samples_figure({_title(one): self._kept(one) for one in experiments}, path)
+        samples_figure({_title(self._named(one)): self._kept(one) for one in experiments}, path)
 
     def _kept(self, experiment: Experiment) -> dict[str, UInt8[np.ndarray, "n S S"]]:
         """Column -> the first images of a run at each NFE, and real ones; drawn once and kept in the run folder."""
@@ -465,6 +472,18 @@ class Chain:
     def _trained(self, experiment: Experiment) -> bool:
         return steps_done(self.study.folder / run_name(experiment)) >= experiment.train.steps
 
+    def _ready(self, experiment: Experiment) -> bool:
+        """Whether a run can be measured: it is trained, or begun and wanted as it is."""
+        begun = steps_done(self.study.folder / run_name(experiment)) > 0
+        return self._trained(experiment) or (self.plan.unfinished and begun)
+
+    def _named(self, experiment: Experiment) -> Experiment:
+        """The experiment as its rows call it: with the step that it has reached, as long as that is not its last."""
+        if self._trained(experiment):
+            return experiment
+        reached = steps_done(self.study.folder / run_name(experiment))
+        return dataclasses.replace(experiment, name=f"{experiment.name} {REACHED}={reached}")
+
     def _checkpoints(self, experiment: Experiment) -> Path:
         return self.study.folder / run_name(experiment) / "checkpoints"
 
@@ -494,8 +513,10 @@ def _label(experiment: Experiment) -> str:
 
 
 def _title(experiment: Experiment) -> str:
-    """A run in a figure."""
-    return METHODS.get(method_name(experiment), method_name(experiment))
+    """A run in a figure; with its step where it is not at its end."""
+    name = METHODS.get(method_name(experiment), method_name(experiment))
+    reached = words_of(experiment.name)[1].get(REACHED)
+    return name if reached is None else f"{name}\nstep {int(reached):,}"
 
 
 def _stale(path: Path, sources: Sequence[Path]) -> bool:
