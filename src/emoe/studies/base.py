@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import shlex
 import signal
@@ -70,7 +69,7 @@ class Study:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._machine = describe_machine(self.device)
-        self._of_thread, self._workers = threading.local(), itertools.count()
+        self._of_thread = threading.local()
 
     def info(self) -> RunInfo:
         """Provenance of everything measured so far; its id stays the same while the study goes on."""
@@ -171,15 +170,11 @@ class Study:
         return self.labels.get(run_name(experiment), f"{recipe} seed {experiment.seed}")
 
     def _own_stream(self) -> AbstractContextManager[object]:
-        """One CUDA stream for each worker thread, kept over its runs: streams come from a pool of few.
-
-        The first worker's kernels go first and the others fill its gaps: the run that is named first, the longest if
-        its user is wise, is slowed down least.
-        """
+        """One CUDA stream for each worker thread, kept over its runs: streams come from a pool of few."""
         if self.device.type != "cuda":
             return nullcontext()
         if getattr(self._of_thread, "stream", None) is None:
-            self._of_thread.stream = torch.cuda.Stream(self.device, priority=-1 if next(self._workers) == 0 else 0)
+            self._of_thread.stream = torch.cuda.Stream(self.device)
         return torch.cuda.stream(self._of_thread.stream)
 
     def note(self, text: str) -> None:
