@@ -43,10 +43,10 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
         if not (on_gpu and torch.is_grad_enabled() and kernels_wanted()):
             return function(*args, **kwargs)
-        if not made:
-            import torch._dynamo.config as config
+        import torch._dynamo.config as config
 
-            config.recompile_limit = max(config.recompile_limit, SHAPES)
+        config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own
+        if not made:
             made.append(torch.compile(function, dynamic=False, fullgraph=True))
         return made[0](*args, **kwargs)
 

@@ -81,6 +81,51 @@ def test_norm_film_and_silu(
     assert_equal(mine, plain(x, gamma, beta, groups, bias, film), leaves, normal(*x.shape, seed=5).detach())
 
 
+@pytest.mark.parametrize("last_adds", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_norms_in_several_rounds(packed: bool, last_adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LARGEST": 1024, "ROUND": 0, "PACKED": packed, "LAST_ADDS": last_adds}.items():
+        monkeypatch.setattr(maps, name, value)
+    parts, options = maps._options(2, 36, 72, 8)
+    assert (parts, options["COUNT"] > 1) == (2, packed)
+    assert options["COUNT"] * options["R"] < 36
+    x, film = normal(2, 72, 6, 6, seed=0), normal(2, 144, seed=1)
+    gamma, beta, bias = (normal(72, seed=seed) for seed in (2, 3, 4))
+    mine = maps.norm_silu(x, gamma, beta, 8, bias=bias, film=film)
+    leaves = [x, gamma, beta, bias, film]
+    assert_equal(mine, plain(x, gamma, beta, 8, bias, film), leaves, normal(*x.shape, seed=5).detach())
+
+
+def test_norms_in_half_precision() -> None:
+    x, weight = normal(3, 72, 6, 6, seed=0).detach().bfloat16(), normal(3, 72, 6, 6, seed=1).detach().bfloat16()
+    gamma, beta, bias = (normal(72, seed=seed) for seed in (2, 3, 4))
+    film = normal(3, 144, seed=5).detach().bfloat16()
+    halves = [x.requires_grad_(), gamma, beta, bias, film.requires_grad_()]
+    singles = [leaf.detach().float().requires_grad_() for leaf in halves]
+    mine = maps.norm_silu(x, gamma, beta, 8, bias=bias, film=film)
+    wanted = plain(singles[0], singles[1], singles[2], 8, singles[3], singles[4])
+    found = [mine, *torch.autograd.grad((mine * weight).sum(), halves)]
+    for a, b in zip(found, [wanted, *torch.autograd.grad((wanted * weight).sum(), singles)], strict=True):
+        assert (a - b).abs().max() <= 2**-7 * b.abs().max()  # one bit: the interpreter cuts, where a GPU rounds
+
+
+def test_sums_over_rows_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "ROWS", 64)
+    # More rows than are added up at a time, and more programs
+    x, z = normal(35, 8, 2, 2, seed=0), normal(1, 8, 72, 72, seed=1)
+    gamma, beta, bias = (normal(8, seed=seed) for seed in (2, 3, 4))
+    for mine, wanted, leaves in (
+        (maps.norm_silu(x, gamma, beta, 4), plain(x, gamma, beta, 4, None, None), [gamma, beta]),
+        (maps.add_bias(z, bias), z + bias[:, None, None], [bias]),
+    ):
+        weight = normal(*mine.shape, seed=5).detach()
+        first = torch.autograd.grad((mine * weight).sum(), leaves, retain_graph=True)
+        second = torch.autograd.grad((mine * weight).sum(), leaves)
+        for a, b, right in zip(first, second, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
+            assert torch.equal(a, b)  # counters are back at 0
+            assert (a - right).abs().max() <= 2e-5 * right.abs().max()
+
+
 def test_a_large_mean_does_not_drown_the_variance() -> None:
     x = (normal(2, 16, 8, 8, seed=0).detach() + 1000).requires_grad_()
     gamma, beta = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE)
@@ -88,8 +133,10 @@ def test_a_large_mean_does_not_drown_the_variance() -> None:
     assert (maps.norm_silu(x, gamma, beta, 8) - wanted).abs().max() < 2e-3
 
 
+@pytest.mark.parametrize("last_adds", [False, True])
 @pytest.mark.parametrize("with_skip", [False, True])
-def test_bias_and_skip(with_skip: bool) -> None:
+def test_bias_and_skip(with_skip: bool, last_adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "LAST_ADDS", last_adds)
     x, bias = normal(3, 24, 20, 20, seed=0), normal(24, seed=1)  # 1,200 rows: several programs, the last not full
     skip = normal(*x.shape, seed=2) if with_skip else None
     wanted = x + bias[:, None, None] + (0 if skip is None else skip)
@@ -97,9 +144,35 @@ def test_bias_and_skip(with_skip: bool) -> None:
     assert_equal(maps.add_bias(x, bias, skip), wanted, leaves, normal(*x.shape, seed=3).detach())
 
 
+@pytest.mark.parametrize("last_adds", [False, True])
+def test_bias_and_a_map_beside_it(last_adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "LAST_ADDS", last_adds)
+    x, bias, skip = normal(3, 24, 20, 20, seed=0), normal(24, seed=1), normal(3, 24, 20, 20, seed=2)
+    mine, wanted = maps.join_bias(x, bias, skip), torch.cat([x + bias[:, None, None], skip], dim=1)
+    assert mine.is_contiguous(memory_format=torch.channels_last)
+    assert_equal(mine, wanted, [x, bias, skip], normal(*wanted.shape, seed=3).detach())
+
+
+@pytest.mark.parametrize(("channels", "side"), [(24, 4), (300, 8)])  # a line of pixels by one program, or by two
+def test_pixels_are_copied_to_squares(channels: int, side: int) -> None:
+    x = normal(2, channels, side, side, seed=0)
+    mine, wanted = maps.doubled(x), nnf.interpolate(x, scale_factor=2, mode="nearest")
+    assert mine.is_contiguous(memory_format=torch.channels_last) and torch.equal(mine, wanted)
+    assert_equal(mine, wanted, [x], normal(*wanted.shape, seed=1).detach())
+
+
+def test_a_convolution_with_turned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    x, weight = normal(2, 36, 5, 5, seed=0), normal(24, 36, 3, 3, seed=1)
+    mine, wanted = maps.convolution(x, weight), nnf.conv2d(x, weight, padding=1)
+    assert torch.equal(maps.turned(weight), weight.flip(2, 3).transpose(0, 1))
+    assert_equal(mine, wanted, [x, weight], normal(*wanted.shape, seed=2).detach())
+
+
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])
 def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would round more than the bar allows
+    monkeypatch.setattr(maps, "TURNED_FROM", 64)  # maps of full size
     experiment = get_recipe(f"digits-{method}")
     domain = experiment.domain.build(0)
     torch.manual_seed(0)

@@ -132,13 +132,27 @@ def half_weights(module: nn.Module, device: torch.device) -> Weights:
 def convolve(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
     """A convolution without its bias, which the fused kernels add on their way."""
     assert isinstance(conv, nn.Conv2d)
-    return nnf.conv2d(h, weights.get(conv, conv.weight), None, conv.stride, conv.padding)
+    weight, fused = weights.get(conv, conv.weight), _fused(h)
+    if fused is not None and h.shape[2] * h.shape[3] >= fused.TURNED_FROM:
+        if conv.kernel_size == (3, 3) and conv.stride == (1, 1):
+            return fused.convolution(h.to(weight.dtype), weight)
+    return nnf.conv2d(h, weight, None, conv.stride, conv.padding)
 
 
 def convolved(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
     """A convolution with its bias."""
     fused = _fused(h)
     return conv(h) if fused is None else fused.add_bias(convolve(conv, h, weights), conv.bias)
+
+
+def joined(
+    conv: nn.Module, h: Float[Tensor, "B I H W"], skip: Float[Tensor, "B C _H _W"], weights: Weights
+) -> Float[Tensor, "B _2C _H _W"]:
+    """A convolution with its bias, and another map beside it."""
+    fused = _fused(h)
+    if fused is None or not fused.JOIN:
+        return torch.cat([convolved(conv, h, weights), skip], dim=1)
+    return fused.join_bias(convolve(conv, h, weights), conv.bias, skip)
 
 
 def embed(token: nn.Embedding, x: Int[Tensor, "B L"]) -> Float[Tensor, "B L C"]:
@@ -171,6 +185,9 @@ def norm_silu(
 
 def doubled(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
     """Each pixel copied to 2x2; autocast would make single precision of it."""
+    fused = _fused(h)
+    if fused is not None and fused.DOUBLE:
+        return fused.doubled(h)
     with torch.autocast(h.device.type, enabled=False):
         return nnf.interpolate(h, scale_factor=2, mode="nearest")
 
@@ -332,8 +349,7 @@ class UNet(Backbone):
         h = next(blocks)(h, flow)
         h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         for up in self.up:
-            h = convolved(up, doubled(h), flow.weights)
-            h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
+            h = next(blocks)(joined(up, doubled(h), flow.skips.pop(), flow.weights), flow)
         h = next(blocks)(h, flow)
         logits = token_logits(self.head(as_rows(norm_silu(self.norm, h))), self.mask_id)
         return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))

@@ -4,8 +4,9 @@ PyTorch's GroupNorm leaves channels_last and, under autocast, single precision, 
 kernels with copies between layouts; here they are one forward and one backward. Both functions say what they compute;
 `backbones.unet` holds the plain form, which everything but a GPU runs, and tests hold the two together.
 
-All maps are channels_last. Sums are in single precision and in a fixed order: no atomics, so equal inputs give equal
-bits.
+All maps are channels_last. Sums are in single precision and in a fixed order, so equal inputs give equal bits. For sums
+over rows each program writes what it has found, and the last to finish adds it all up: it knows by a counter, which the
+forward pass has set to 0. Each call has its own counter, which no other stream and no other CUDA graph can touch.
 """
 
 # Triton's names are no types for a checker, and tensors in a kernel have no shapes to annotate.
@@ -14,56 +15,134 @@ bits.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as nnf
 
 PROGRAMS = 128  # about as many as a large GPU has multiprocessors
-IN_FLIGHT = 8192  # numbers of a map that a program reads at once
+WIDTH = 36  # channels that one program treats, about: a map with more is cut where its groups allow
+LARGEST = 16384  # numbers of a map that a program holds at once, at most
+ROUND = 2048  # numbers that a program could treat while it waits for memory, once in each round of a loop
+PACKED = True  # several positions side by side where that leaves fewer threads idle
+UNROLL = 2  # rounds of a loop whose loads may be under way together
 WARPS = 8
-ROWS = 128  # rows of a map that one program adds up
+LAST_ADDS = True  # the last program adds up what all have found, instead of another kernel
+ROWS = 128  # rows of a map that one program adds up, at least
+ADDERS = 256  # programs that add up the rows of a map, about
+JOIN = True  # a bias is added where a map is joined with another, instead of before
+DOUBLE = True  # pixels are copied by a kernel of this module
+TURNED_FROM = 1024  # positions of a map from which on `convolution` beats what cuDNN takes for a gradient
 
 
 @triton.jit
-def _of_group(value, c, EACH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """At each channel the sum of `value` over the channels of its group, for channels c of which EACH make a group."""
-    total = tl.zeros((BLOCK_C,), tl.float32)
-    for group in tl.static_range(GROUPS):
-        mine = (c >= group * EACH) & (c < (group + 1) * EACH)
-        total += tl.where(mine, tl.sum(tl.where(mine, value, 0.0)), 0.0)
+def _sigmoid(z):
+    """1 / (1 + exp(-z)), in a third of the instructions of `tl.sigmoid`: arithmetic is what the norms wait for."""
+    root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * z))
+    return root * root
+
+
+@triton.jit
+def _silu_slope(z):
+    """The derivative of z sigmoid(z)."""
+    gate = _sigmoid(z)
+    y = z * gate
+    return gate + y - y * gate
+
+
+@triton.jit
+def _to_channels(value, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Sums over the positions that lie side by side: from (LANES,), COUNT times WIDTH channels, to (BLOCK_C,)."""
+    if COUNT == 1:
+        total = value
+    else:
+        n, c = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_C)[None, :]
+        real = (n < COUNT) & (c < WIDTH)
+        lane = tl.reshape(tl.where(real, n * WIDTH + c, 0), (BLOCK_N * BLOCK_C,))
+        total = tl.sum(tl.where(real, tl.reshape(tl.gather(value, lane, 0), (BLOCK_N, BLOCK_C)), 0.0), 0)
     return total
 
 
 @triton.jit
+def _to_lanes(value, COUNT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Each lane gets the number of its channel: from (BLOCK_C,) to (LANES,)."""
+    if COUNT == 1:
+        found = value
+    else:
+        found = tl.gather(value, tl.arange(0, LANES) % WIDTH, 0)
+    return found
+
+
+@triton.jit
+def _of_group(value, EACH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """At each channel the sum of `value` over the channels of its group; EACH channels make a group."""
+    mine = (tl.arange(0, BLOCK_C) // EACH)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    total = tl.sum(tl.where(mine, value[:, None], 0.0), 0)
+    return tl.sum(tl.where(mine, total[None, :], 0.0), 1)
+
+
+@triton.jit
+def _add_up(
+    partial, sums, channel, real, ROWS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Store the sums over (ROWS, C) numbers that other programs have written, in a fixed order."""
+    total = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+    for begin in range(0, ROWS, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        inside = (row < ROWS)[:, None] & real[None, :]
+        at = partial + row[:, None] * C + channel[None, :]
+        total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")  # the cache of this processor may be old
+    tl.store(sums + channel, tl.sum(total, 0), mask=real)
+
+
+@triton.jit
+def _is_last(done, programs):
+    """Whether all other programs have been here; what they wrote before can be read then. Leaves the counter at 0."""
+    tl.debug_barrier()  # all threads have written
+    last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(done, 0)
+    return last
+
+
+@triton.jit
 def _norm_forward(
-    x, bias, gamma, beta, film, film_stride, y, stats, eps, P: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr,
+    x, bias, gamma, beta, film, film_stride, y, stats, done, eps, P: tl.constexpr, C: tl.constexpr,
+    EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr, LAST_ADDS: tl.constexpr,
 ):  # fmt: skip
-    row, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    real = c < GROUPS * EACH
-    channel = tl.program_id(1) * GROUPS * EACH + c
-    start = row.to(tl.int64) * P * C
+    row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
+    real = c < WIDTH
+    channel = tl.program_id(1) * WIDTH + c
+    start = row.to(tl.int64) * P * C + tl.program_id(1) * WIDTH
+    offset, place = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
+    if LAST_ADDS:  # the counter of the backward pass
+        tl.store(done + tl.program_id(1), 0)
     # Sums of distances from the first position: the difference of two large numbers would lose the variance.
-    first = tl.load(x + start + channel, mask=real, other=0.0).to(tl.float32)
-    once = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    twice = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for chunk in range(0, P, BLOCK_P):
-        p = chunk + tl.arange(0, BLOCK_P)
-        inside = (p < P)[:, None] & real[None, :]
-        u = tl.load(x + start + p[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-        u = tl.where(inside, u - first[None, :], 0.0)
+    first = tl.load(x + start + lane % WIDTH)
+    origin = first.to(tl.float32)
+    once = tl.zeros((R, LANES), tl.float32)
+    twice = tl.zeros((R, LANES), tl.float32)
+    for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
+        p = (chunk + tl.arange(0, R) * COUNT)[:, None]
+        inside = p + place[None, :] < P
+        u = tl.load(x + start + p * C + offset[None, :], mask=inside, other=first[None, :]).to(tl.float32)
+        u -= origin[None, :]  # 0 outside
         once += u
         twice += u * u
-    centre = tl.sum(once, 0) / P
-    spread = tl.sum(twice, 0) / P - centre * centre  # variance of each channel
-    centre += first
+    centre = _to_channels(tl.sum(once, 0), COUNT, WIDTH, BLOCK_N, BLOCK_C) / P
+    spread = _to_channels(tl.sum(twice, 0), COUNT, WIDTH, BLOCK_N, BLOCK_C) / P - centre * centre  # variances
+    centre += tl.load(x + start + c, mask=real, other=0.0).to(tl.float32)
     if HAS_BIAS:
         centre += tl.load(bias + channel, mask=real, other=0.0)
-    mean = _of_group(centre, c, EACH, GROUPS, BLOCK_C) / EACH
-    variance = _of_group(spread + (centre - mean) * (centre - mean), c, EACH, GROUPS, BLOCK_C) / EACH
+    mean = _of_group(centre, EACH, BLOCK_G, BLOCK_C) / EACH
+    centre -= mean
+    variance = _of_group(spread + centre * centre, EACH, BLOCK_G, BLOCK_C) / EACH
     rstd = 1 / tl.sqrt(variance + eps)
     scale, shift = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
     if HAS_FILM:
@@ -72,30 +151,34 @@ def _norm_forward(
         scale *= more
     if HAS_BIAS:
         mean -= tl.load(bias + channel, mask=real, other=0.0)  # from here on the mean of x without its bias
-    tl.store(stats + row * 2 * C + channel, mean, mask=real)
-    tl.store(stats + row * 2 * C + C + channel, rstd, mask=real)
+    tl.store(stats + row * 3 * C + channel, mean, mask=real)
+    tl.store(stats + row * 3 * C + C + channel, rstd, mask=real)
+    tl.store(stats + row * 3 * C + 2 * C + channel, centre, mask=real)
     scale *= rstd
-    shift -= mean * scale
-    for chunk in range(0, P, BLOCK_P):
-        p = chunk + tl.arange(0, BLOCK_P)
-        inside = (p < P)[:, None] & real[None, :]
-        offsets = start + p[:, None] * C + channel[None, :]
-        z = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
-        tl.store(y + offsets, (z * tl.sigmoid(z)).to(y.dtype.element_ty), mask=inside)
+    shift = _to_lanes(shift - mean * scale, COUNT, WIDTH, LANES)
+    scale = _to_lanes(scale, COUNT, WIDTH, LANES)
+    for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
+        p = (chunk + tl.arange(0, R) * COUNT)[:, None]
+        inside, at = p + place[None, :] < P, start + p * C + offset[None, :]
+        u = tl.load(x + at, mask=inside, other=first[None, :]).to(tl.float32)
+        z = u * scale[None, :] + shift[None, :]
+        tl.store(y + at, (z * _sigmoid(z)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _norm_backward(
-    x, gamma, beta, film, film_stride, stats, dy, dx, dfilm, partial, B, P: tl.constexpr, C: tl.constexpr,
-    EACH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_FILM: tl.constexpr,
+    x, gamma, beta, film, film_stride, stats, dy, dx, dfilm, partial, sums, done, B: tl.constexpr, P: tl.constexpr,
+    C: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr, LAST_ADDS: tl.constexpr,
 ):  # fmt: skip
-    row, c = tl.program_id(0), tl.arange(0, BLOCK_C)
-    real = c < GROUPS * EACH
-    channel = tl.program_id(1) * GROUPS * EACH + c
-    start = row.to(tl.int64) * P * C
-    mean = tl.load(stats + row * 2 * C + channel, mask=real, other=0.0)
-    rstd = tl.load(stats + row * 2 * C + C + channel, mask=real, other=0.0)
+    row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
+    real = c < WIDTH
+    channel = tl.program_id(1) * WIDTH + c
+    start = row.to(tl.int64) * P * C + tl.program_id(1) * WIDTH
+    offset, place = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
+    mean = tl.load(stats + row * 3 * C + channel, mask=real, other=0.0)
+    rstd = tl.load(stats + row * 3 * C + C + channel, mask=real, other=0.0)
     g, b = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
     more = tl.full((BLOCK_C,), 1.0, tl.float32)
     scale, shift = g, b
@@ -103,44 +186,50 @@ def _norm_backward(
         more += tl.load(film + row * film_stride + channel, mask=real, other=0.0).to(tl.float32)
         shift = b * more + tl.load(film + row * film_stride + C + channel, mask=real, other=0.0).to(tl.float32)
         scale = g * more
-    units = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    ones = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    both = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for chunk in range(0, P, BLOCK_P):
-        p = chunk + tl.arange(0, BLOCK_P)
-        inside = (p < P)[:, None] & real[None, :]
-        offsets = start + p[:, None] * C + channel[None, :]
-        u = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-        unit = tl.where(inside, (u - mean[None, :]) * rstd[None, :], 0.0)
-        z = unit * scale[None, :] + shift[None, :]
-        gate = tl.sigmoid(z)
-        dz = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32) * gate * (1 + z * (1 - gate))
+    middle, slope = _to_lanes(mean, COUNT, WIDTH, LANES), _to_lanes(rstd * scale, COUNT, WIDTH, LANES)
+    level = _to_lanes(shift, COUNT, WIDTH, LANES)
+    ones = tl.zeros((R, LANES), tl.float32)
+    both = tl.zeros((R, LANES), tl.float32)
+    for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
+        p = (chunk + tl.arange(0, R) * COUNT)[:, None]
+        inside, at = p + place[None, :] < P, start + p * C + offset[None, :]
+        u = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - middle[None, :]
+        dz = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # 0 outside, and so are both sums
+        dz *= _silu_slope(u * slope[None, :] + level[None, :])
         ones += dz
-        both += dz * unit
-        if HAS_BIAS:
-            units += unit
-    dscale, dshift = tl.sum(both, 0), tl.sum(ones, 0)
-    mean_dz = _of_group(scale * dshift, c, EACH, GROUPS, BLOCK_C) / (P * EACH)
-    mean_dz_unit = _of_group(scale * dscale, c, EACH, GROUPS, BLOCK_C) / (P * EACH)
-    for chunk in range(0, P, BLOCK_P):
-        p = chunk + tl.arange(0, BLOCK_P)
-        inside = (p < P)[:, None] & real[None, :]
-        offsets = start + p[:, None] * C + channel[None, :]
-        u = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-        unit = (u - mean[None, :]) * rstd[None, :]
-        z = unit * scale[None, :] + shift[None, :]
-        gate = tl.sigmoid(z)
-        dz = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32) * gate * (1 + z * (1 - gate))
-        du = rstd[None, :] * (dz * scale[None, :] - mean_dz[None, :] - unit * mean_dz_unit[None, :])
-        tl.store(dx + offsets, du.to(dx.dtype.element_ty), mask=inside)
+        both += dz * u
+    dshift = _to_channels(tl.sum(ones, 0), COUNT, WIDTH, BLOCK_N, BLOCK_C)
+    dscale = _to_channels(tl.sum(both, 0), COUNT, WIDTH, BLOCK_N, BLOCK_C) * rstd
+    mean_dz = _of_group(scale * dshift, EACH, BLOCK_G, BLOCK_C) / (P * EACH)
+    mean_dz_unit = _of_group(scale * dscale, EACH, BLOCK_G, BLOCK_C) / (P * EACH)
+    level_du = _to_lanes(-rstd * mean_dz, COUNT, WIDTH, LANES)
+    slope_du = _to_lanes(-rstd * rstd * mean_dz_unit, COUNT, WIDTH, LANES)
+    for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
+        p = (chunk + tl.arange(0, R) * COUNT)[:, None]
+        inside, at = p + place[None, :] < P, start + p * C + offset[None, :]
+        u = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - middle[None, :]
+        dz = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        dz *= _silu_slope(u * slope[None, :] + level[None, :])
+        du = dz * slope[None, :] + (u * slope_du[None, :] + level_du[None, :])
+        tl.store(dx + at, du.to(dx.dtype.element_ty), mask=inside)
     tl.store(partial + row * C + channel, dscale * more, mask=real)
     tl.store(partial + (B + row) * C + channel, dshift * more, mask=real)
     if HAS_BIAS:  # the sum of du over positions
-        dbias = rstd * (scale * dshift - P * mean_dz - mean_dz_unit * tl.sum(units, 0))
+        centre = tl.load(stats + row * 3 * C + 2 * C + channel, mask=real, other=0.0)
+        dbias = rstd * (scale * dshift - P * mean_dz - mean_dz_unit * P * rstd * centre)
         tl.store(partial + (2 * B + row) * C + channel, dbias, mask=real)
     if HAS_FILM:
         tl.store(dfilm + row * 2 * C + channel, (g * dscale + b * dshift).to(dfilm.dtype.element_ty), mask=real)
         tl.store(dfilm + row * 2 * C + C + channel, dshift.to(dfilm.dtype.element_ty), mask=real)
+    if LAST_ADDS:
+        if _is_last(done + tl.program_id(1), B):
+            for each in tl.static_range(3 if HAS_BIAS else 2):
+                _add_up(partial + each * B * C, sums + each * C, channel, real, B, C, 32, BLOCK_C)
+
+
+def _map_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A map of this shape to write to."""
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
 class _NormSiLU(torch.autograd.Function):
@@ -151,50 +240,72 @@ class _NormSiLU(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         batch, channels, height, width = x.shape
         y = torch.empty_like(x)
-        stats = torch.empty(batch, 2, channels, device=x.device)
+        stats = torch.empty(batch, 3, channels, device=x.device)
         if film is not None and film.stride(1) != 1:
             film = film.contiguous()
-        ctx.grid, ctx.options = _options(batch, height * width, channels, groups, bias, film)
+        parts, ctx.options = _options(batch, height * width, channels, groups)
+        ctx.options = ctx.options | {"HAS_BIAS": bias is not None, "HAS_FILM": film is not None}
+        ctx.grid = batch, parts
+        done = torch.empty(parts, dtype=torch.int32, device=x.device)
         _norm_forward[ctx.grid](
             x, gamma if bias is None else bias, gamma, beta, gamma if film is None else film,
-            0 if film is None else film.stride(0), y, stats, 1e-5, **ctx.options,
+            0 if film is None else film.stride(0), y, stats, done, 1e-5, **ctx.options,
         )  # fmt: skip
-        ctx.save_for_backward(x, gamma, beta, film, stats)
+        ctx.save_for_backward(x, gamma, beta, film, stats, done)
         ctx.has_bias = bias is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
-        x, gamma, beta, film, stats = ctx.saved_tensors
+        x, gamma, beta, film, stats, done = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
         batch, channels = x.shape[:2]
         dx = torch.empty_like(x)
         dfilm = None if film is None else torch.empty(film.shape, dtype=film.dtype, device=film.device)
         partial = torch.empty(2 + ctx.has_bias, batch, channels, device=x.device)
+        sums = torch.empty(2 + ctx.has_bias, channels, device=x.device)
         _norm_backward[ctx.grid](
             x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx,
-            gamma if dfilm is None else dfilm, partial, batch, **ctx.options,
+            gamma if dfilm is None else dfilm, partial, sums, done, B=batch, **ctx.options,
         )  # fmt: skip
-        sums = partial.sum(1)
+        if not ctx.options["LAST_ADDS"]:
+            sums = partial.sum(1)
         return dx, sums[2] if ctx.has_bias else None, sums[0], sums[1], dfilm, None
 
 
-def _options(
-    batch: int, positions: int, channels: int, groups: int, bias: Tensor | None, film: Tensor | None
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Programs, and compile-time numbers of both kernels.
+@functools.cache
+def _tile(positions: int, width: int, largest: int, wait: int, packed: bool) -> tuple[int, int]:
+    """How many numbers a program reads at a time, (R, LANES), for the least work on maps (positions, width)."""
+    narrow = triton.next_power_of_2(width)
+    tiles = []
+    for lanes in (narrow << i for i in range(11 if packed else 1)):
+        for r in (1 << i for i in range(20)):
+            rounds = triton.cdiv(triton.cdiv(positions, lanes // width), r)
+            # With one round a program holds what it has read, and does nothing twice.
+            work = rounds * (r * lanes + wait) * (1 if rounds == 1 else 2)
+            if r * lanes <= max(largest, narrow) and lanes <= max(1024, narrow):
+                tiles.append((work, lanes, r))
+    _, lanes, r = min(tiles)
+    return r, lanes
 
-    A program takes all positions of a row and all channels, or half of them where there are few rows, whole groups in
-    any case: neighbouring threads then read neighbouring numbers.
+
+def _options(batch: int, positions: int, channels: int, groups: int) -> tuple[int, dict[str, Any]]:
+    """In how many parts the channels are cut, and compile-time numbers of both kernels.
+
+    A program takes all positions of a row and whole groups of its channels, so that neighbouring threads read
+    neighbouring numbers. It reads (R, LANES) numbers at a time, both powers of 2, with the channels of COUNT positions
+    side by side: 36 or 72 channels alone would leave nearly half of the lanes idle.
     """
-    parts = 2 if batch < PROGRAMS and groups % 2 == 0 else 1
-    each = channels // groups
-    block_c = triton.next_power_of_2(channels // parts)
-    block_p = min(triton.next_power_of_2(positions), max(1, IN_FLIGHT // block_c))
-    return (batch, parts), {
-        "P": positions, "C": channels, "EACH": each, "GROUPS": groups // parts, "BLOCK_P": block_p, "BLOCK_C": block_c,
-        "HAS_BIAS": bias is not None, "HAS_FILM": film is not None,
-        "num_warps": min(WARPS, max(1, block_p * block_c // 512)),
+    parts = 1
+    while groups // parts % 2 == 0 and (channels // parts > WIDTH or parts == 1 and batch < PROGRAMS):
+        parts *= 2
+    width = channels // parts
+    r, lanes = _tile(positions, width, LARGEST, ROUND, PACKED)
+    return parts, {
+        "P": positions, "C": channels, "EACH": channels // groups, "WIDTH": width, "COUNT": lanes // width,
+        "LANES": lanes, "R": r, "BLOCK_N": triton.next_power_of_2(lanes // width),
+        "BLOCK_C": triton.next_power_of_2(width), "BLOCK_G": triton.next_power_of_2(groups // parts),
+        "UNROLL": UNROLL, "LAST_ADDS": LAST_ADDS, "num_warps": min(WARPS, max(1, r * lanes // 512)),
     }  # fmt: skip
 
 
@@ -217,7 +328,9 @@ def norm_silu(
 
 
 @triton.jit
-def _add_forward(x, skip, bias, y, count, C: tl.constexpr, BLOCK: tl.constexpr, HAS_SKIP: tl.constexpr):
+def _add_forward(x, skip, bias, y, done, count, C: tl.constexpr, BLOCK: tl.constexpr, HAS_SKIP: tl.constexpr):
+    if tl.program_id(0) == 0:  # the counter of the backward pass
+        tl.store(done, 0)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + at % C, mask=inside)
@@ -227,14 +340,57 @@ def _add_forward(x, skip, bias, y, count, C: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def _sum_rows(x, partial, rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _join_forward(x, skip, bias, y, done, count, C: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.program_id(0) == 0:  # the counter of the backward pass
+        tl.store(done, 0)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, c = at // (2 * C), (at % (2 * C)).to(tl.int32)
+    mine, other = (at < count) & (c < C), (at < count) & (c >= C)
+    value = tl.load(x + row * C + c, mask=mine, other=0.0).to(tl.float32) + tl.load(bias + c, mask=mine, other=0.0)
+    value += tl.load(skip + row * C + (c - C), mask=other, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _sum_rows(
+    x, dx, dskip, partial, sums, done, rows, PROGRAMS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, LAST_ADDS: tl.constexpr,
+):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     for start in range(0, ROWS, BLOCK):
         row = tl.program_id(0).to(tl.int64) * ROWS + start + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (c < C)[None, :]
-        total += tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SPLIT:  # rows of 2C numbers, whose halves go apart
+            at, half = row[:, None] * (2 * C) + c[None, :], row[:, None] * C + c[None, :]
+            value = tl.load(x + at, mask=inside, other=0.0)
+            tl.store(dx + half, value, mask=inside)
+            tl.store(dskip + half, tl.load(x + at + C, mask=inside, other=0.0), mask=inside)
+        else:
+            value = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
+        total += value.to(tl.float32)
     tl.store(partial + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
+    if LAST_ADDS:
+        if _is_last(done, PROGRAMS):
+            _add_up(partial, sums, c, c < C, PROGRAMS, C, BLOCK, BLOCK_C)
+
+
+def _summed(dy: Tensor, done: Tensor, halves: tuple[Tensor, ...] | None = None) -> Tensor:
+    """Sums of a map over rows and positions, (C,) in single precision; with `halves`, which are written, of the first.
+
+    `done` is a counter, at 0 before and after.
+    """
+    first, second = (dy, dy) if halves is None else halves
+    channels, rows = first.shape[1], first.numel() // first.shape[1]
+    each = max(ROWS, triton.next_power_of_2(triton.cdiv(rows, ADDERS))) if LAST_ADDS else ROWS
+    programs = triton.cdiv(rows, each)
+    partial, sums = torch.empty(programs, channels, device=dy.device), torch.empty(channels, device=dy.device)
+    _sum_rows[(programs,)](
+        dy, first, second, partial, sums, done, rows, PROGRAMS=programs, C=channels,
+        BLOCK_C=triton.next_power_of_2(channels), ROWS=each, BLOCK=64, SPLIT=halves is not None, LAST_ADDS=LAST_ADDS,
+        num_warps=8,
+    )  # fmt: skip
+    return sums if LAST_ADDS else partial.sum(0)
 
 
 class _AddBias(torch.autograd.Function):
@@ -243,24 +399,140 @@ class _AddBias(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         skip = None if skip is None else skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         y = torch.empty_like(x)
+        done = torch.empty(1, dtype=torch.int32, device=x.device)
         _add_forward[(triton.cdiv(x.numel(), 2048),)](
-            x, x if skip is None else skip, bias, y, x.numel(), C=x.shape[1], BLOCK=2048, HAS_SKIP=skip is not None
-        )
+            x, x if skip is None else skip, bias, y, done, x.numel(), C=x.shape[1], BLOCK=2048,
+            HAS_SKIP=skip is not None,
+        )  # fmt: skip
+        ctx.save_for_backward(done)
         ctx.has_skip = skip is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
         dy = dy.contiguous(memory_format=torch.channels_last)
-        channels, rows = dy.shape[1], dy.numel() // dy.shape[1]
-        programs = triton.cdiv(rows, ROWS)
-        partial = torch.empty(programs, channels, device=dy.device)
-        _sum_rows[(programs,)](
-            dy, partial, rows, C=channels, BLOCK_C=triton.next_power_of_2(channels), ROWS=ROWS, BLOCK=64, num_warps=8
-        )
-        return dy, partial.sum(0), dy if ctx.has_skip else None
+        (done,) = ctx.saved_tensors
+        return dy, _summed(dy, done), dy if ctx.has_skip else None
 
 
 def add_bias(x: Tensor, bias: Tensor, skip: Tensor | None = None) -> Tensor:
     """x + bias (+ skip), (B, C, H, W) in the precision of x; the bias is (C,) in single precision."""
     return _AddBias.apply(x, bias, skip)
+
+
+class _JoinBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, skip: Tensor):
+        x = x.contiguous(memory_format=torch.channels_last)
+        skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        batch, channels, height, width = x.shape
+        y = _map_like(x, (batch, 2 * channels, height, width))
+        done = torch.empty(1, dtype=torch.int32, device=x.device)
+        _join_forward[(triton.cdiv(y.numel(), 2048),)](x, skip, bias, y, done, y.numel(), C=channels, BLOCK=2048)
+        ctx.save_for_backward(done)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        batch, channels, height, width = dy.shape
+        halves = tuple(_map_like(dy, (batch, channels // 2, height, width)) for _ in range(2))
+        (done,) = ctx.saved_tensors
+        return halves[0], _summed(dy, done, halves), halves[1]
+
+
+def join_bias(x: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
+    """[x + bias, skip] along the channels, twice (B, C, H, W) to (B, 2C, H, W), in the precision of x."""
+    return _JoinBias.apply(x, bias, skip)
+
+
+@triton.jit
+def _double(small, large, C: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)  # of all rows of pixels in all maps
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < W * C
+    here, there = small + line * (W * C) + at, large + line * (4 * W * C) + at // C * (2 * C) + at % C
+    if BACK:
+        value = tl.load(there, mask=inside).to(tl.float32) + tl.load(there + C, mask=inside).to(tl.float32)
+        value += tl.load(there + 2 * W * C, mask=inside).to(tl.float32)
+        value += tl.load(there + 2 * W * C + C, mask=inside).to(tl.float32)
+        tl.store(here, value.to(small.dtype.element_ty), mask=inside)
+    else:
+        value = tl.load(here, mask=inside)
+        tl.store(there, value, mask=inside)
+        tl.store(there + C, value, mask=inside)
+        tl.store(there + 2 * W * C, value, mask=inside)
+        tl.store(there + 2 * W * C + C, value, mask=inside)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor):
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = _map_like(x, (*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3]))
+        _pair(x, y, back=False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = _map_like(dy, (*dy.shape[:2], dy.shape[2] // 2, dy.shape[3] // 2))
+        _pair(dx, dy, back=True)
+        return dx
+
+
+def _pair(small: Tensor, large: Tensor, *, back: bool) -> None:
+    batch, channels, height, width = small.shape
+    block = min(2048, triton.next_power_of_2(width * channels))
+    _double[(batch * height, triton.cdiv(width * channels, block))](
+        small, large, C=channels, W=width, BLOCK=block, BACK=back, num_warps=max(1, block // 256)
+    )
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Each pixel copied to 2x2: (B, C, H, W) to (B, C, 2H, 2W)."""
+    return _Doubled.apply(x)
+
+
+@triton.jit
+def _turn(weight, made, OUT: tl.constexpr, IN: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    tap = tl.program_id(0)
+    o, i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = (o < OUT)[:, None] & (i < IN)[None, :]
+    value = tl.load(weight + (o[:, None] * TAPS + tap) * IN + i[None, :], mask=inside)
+    tl.store(made + (i[None, :] * TAPS + TAPS - 1 - tap) * OUT + o[:, None], value, mask=inside)
+
+
+def turned(weight: Tensor) -> Tensor:
+    """Weights (O, I, 3, 3) as (I, O, 3, 3), both taps reversed: those of the convolution's transpose."""
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    outputs, inputs, height, width = weight.shape
+    made = _map_like(weight, (inputs, outputs, height, width))
+    grid = height * width, triton.cdiv(outputs, 32), triton.cdiv(inputs, 32)
+    _turn[grid](weight, made, OUT=outputs, IN=inputs, TAPS=height * width, BLOCK=32)
+    return made
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor):
+        ctx.save_for_backward(x, weight)
+        return nnf.conv2d(x, weight, padding=1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        dx = nnf.conv2d(dy, turned(weight), padding=1) if ctx.needs_input_grad[0] else None
+        one, mask = [1, 1], [False, ctx.needs_input_grad[1], False]  # stride, padding, distance of taps; what is asked
+        dw = torch.ops.aten.convolution_backward(dy, x, weight, None, one, one, one, False, [0, 0], 1, mask)[1]
+        return dx, dw
+
+
+def convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """A 3x3 convolution that keeps the side, (B, I, H, W) and (O, I, 3, 3) of one precision to (B, O, H, W).
+
+    The gradient of x is a convolution of turned weights, for which cuDNN has better kernels than for what it takes
+    itself; `TURNED_FROM` says for how large maps that is so.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return _Convolution.apply(x, weight)
