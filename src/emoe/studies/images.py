@@ -214,7 +214,7 @@ class Plan:
         return experiment.eval.nfe if self.nfe is None else self.nfe
 
     def stages(self, experiment: Experiment) -> list[Stage]:
-        """Pieces of work in their order; what takes longest comes last."""
+        """Pieces of work."""
         latent = bool(experiment.method.wants().names())
         names = ["objective", *([] if latent else ["nelbo"]), *BOUNDS]
         return [
@@ -334,6 +334,7 @@ class Chain:
             domain, known = self._domain(experiment), _known(self.study.results)
             stages, named = self.plan.stages(experiment), self._named(experiment)
             left = [stage for stage in stages if not self.plan.done(known, stage, named, domain)]
+            left.sort(key=lambda stage: self.plan.calls(stage, named, domain))  # a budget is to buy as many as it can
             if not left:
                 self.study.note(f"{_label(experiment)}: measured before")
                 continue
