@@ -19,6 +19,7 @@ from emoe.config import ConfigError
 from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.engine.trainer import TrainConfig
+from emoe.evaluation.pools import count_calls
 from emoe.experiment import Experiment
 from emoe.judges import (
     SETTINGS,
@@ -211,10 +212,23 @@ def test_a_run_scores_rows_as_the_sum_of_its_log_probabilities(text, scramble):
 
 
 def test_scores_do_not_depend_on_the_batch(text, scramble, monkeypatch):
-    judge, rows = RunJudge(opened(text, scramble)), text.fresh(9, 0)
-    whole, features = judge.nll(rows), judge.features(text, rows)
+    run, rows = opened(text, scramble), text.fresh(9, 0)
+    whole, features = RunJudge(run).nll(rows), RunJudge(run).features(text, rows)
     monkeypatch.setattr("emoe.judges.LOGITS", 1)
+    judge = RunJudge(run)  # a new one: nothing is read twice
     assert torch.allclose(judge.nll(rows), whole) and torch.allclose(judge.features(text, rows), features)
+
+
+def test_rows_are_read_once_for_all_settings(text, scramble):
+    run, rows = opened(text, scramble), text.fresh(16, 0)
+    judge = RunJudge(run)
+    with count_calls(run.method.backbone) as count:
+        first, second = score(judge, text, rows, "paper"), score(judge, text, rows, "duo")
+        assert count.calls == 1
+        changed = score(judge, text, rows.flip(0), "paper")
+        assert count.calls == 2
+    assert torch.allclose(changed.nll, first.nll.flip(0))
+    assert torch.equal(second.nll, score(RunJudge(run), text, rows, "duo").nll) and (second.nll < first.nll).all()
 
 
 def test_features_of_a_run(text, scramble):

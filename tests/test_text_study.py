@@ -47,6 +47,7 @@ from emoe.evaluation.text_blocks import (
 )
 from emoe.experiment import customise
 from emoe.judges import RunJudge, score
+from emoe.methods.base import SamplerConfig
 from emoe.recipes import get_recipe
 from emoe.rng import derive_seed
 from emoe.runs import Run, load_run
@@ -56,7 +57,7 @@ from emoe.studies.text_files import PCA, Archive, PoolKey, digest
 from emoe.studies.text_judge import JudgeRun
 from emoe.studies.text_pages import escape
 from emoe.studies.text_training import network_passes, training_rows
-from emoe.types import Convention
+from emoe.types import Convention, Measurement
 
 LENGTH = 8
 WORDS = "the a cat dog bird sees hears small old .".split()
@@ -65,6 +66,7 @@ SIZES = (
     "--train.batch 8 --eval.batch 30 --judge-steps 15 --device cpu --jobs 1 --quiet"
 )
 BOTH = "--methods mdlm,emoe"
+REVEAL_FIRST = SamplerConfig(kind="reveal-first")
 POOLS = {"mdlm": {"nfe1", "nfe2"}, "emoe": {"nfe1", "nfe2", f"nfe1 {GREEDY}", f"nfe2 {GREEDY}"}}
 
 
@@ -115,7 +117,7 @@ def with_sets(sets: Path, *names: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_looks():
-    """Five looks at the judge's validation rows, not fifteen."""
+    """Five looks at the judge's validation rows, not eight."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "CHECKS", 5)
         yield
@@ -172,7 +174,7 @@ def test_every_model_is_measured_under_its_own_names(results: Results, finished:
         assert {row.metric for row in elsewhere.rows} == {"zero_shot_ppl", "zero_shot_nll_token"}
         run = opened(finished, method, sets)
         (total,), (active,) = (mine.select(metric=name) for name in ("params", "params_active"))
-        assert (total.value, active.value) == (total_parameters(run.method), active_parameters(run.method))
+        assert (total.value, active.value) == (total_parameters(run.method), active_parameters(run.method.backbone))
         assert mine.select(metric="train_s")[0].n == 12 and mine.select(metric="step_ms")[0].value > 0
     assert data_of(results) == ["text"]
 
@@ -200,8 +202,11 @@ def test_pools_are_the_samples_of_the_run_and_small(results: Results, finished: 
         for key in archive.keys():
             changed = {"method.route-tau": "0"} if key.variant else {}
             run = opened(finished, method, sets, **changed)
-            pool = draw_pool(run.method, 40, key.nfe, 0, batch=30)
+            pool = draw_pool(run.method, 40, key.nfe, 0, batch=30, sampler=REVEAL_FIRST)
             assert torch.equal(archive.tokens(key), pool.samples)
+            assert archive.manifest["pools"][str(key)] == {"calls": pool.calls, "step": 12, "sampler": "reveal-first"}
+            (calls,) = results.select(method=method, metric="network_calls", nfe=key.nfe, convention=key.variant)
+            assert calls.value == pool.calls <= key.nfe
             entropy = next(item for item in measure_rows(pool.samples) if item.metric == "entropy")
             (row,) = results.select(method=method, metric="entropy", nfe=key.nfe, convention=key.variant)
             assert (row.value, row.n) == (pytest.approx(entropy.value), 40)
@@ -243,7 +248,8 @@ def test_the_page_of_tables_and_samples_and_the_figures(results: Results, finish
     domain = TextConfig(path=str(sets / "set")).build(0)
     for key in archive.keys():
         assert all(f"- {escape(one)}\n" in samples for one in domain.decode(archive.tokens(key)[:2]))
-    assert samples.index("NFE 1\n") < samples.index("NFE 2\n") and "greedy routes" in samples
+    assert samples.index("NFE 1\n") < samples.index("NFE 2\n") and "**E\\-MoE, greedy routes**" in samples
+    assert samples.count("train.steps=12") == 1 and "All with `train.batch=8 train.steps=12`." in samples
     assert {path.name for path in (finished / "results/figures").iterdir()} == {"text-gen-ppl.png", "text-latent.png"}
     assert all(path.stat().st_size > 10_000 for path in (finished / "results/figures").iterdir())
 
@@ -456,7 +462,7 @@ def test_the_judge_stops_early_and_keeps_its_best_step(
 ) -> None:
     losses = iter([4.0, 5.0, 4.5, 4.2, 1.0])
     monkeypatch.setattr(
-        text_judge, "estimate_nll", lambda *_: text.Measurement("nll", LENGTH * next(losses), None, None)
+        text_judge, "estimate_nll", lambda *_: Measurement("nll", LENGTH * next(losses), None, None)
     )  # fmt: skip
     judge = judge_of(tmp_path, 30)
     with sets_at({"sets/text-judge": sets / "judge"}):
@@ -469,6 +475,29 @@ def test_the_judge_stops_early_and_keeps_its_best_step(
     with sets_at({"sets/text-judge": sets / "judge"}):
         run = load_run(judge.best_run, device="cpu")
     assert run.step == 6
+
+
+def test_the_judge_is_looked_at_in_single_precision(
+    finished: Path, sets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that trains in bf16 lets products be shorter, and a look comes in the middle of it."""
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    judge, seen = judge_of(tmp_path / "runs"), list[str]()
+    looks, judge.looks = judge.looks, []
+
+    def nll(*given: Any) -> Measurement:
+        seen.append(torch.get_float32_matmul_precision())
+        return estimate_nll(*given)
+
+    monkeypatch.setattr(text_judge, "estimate_nll", nll)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        judge.look(TextConfig(path=str(sets / "judge"), held_out="valid").build(0))
+        assert seen == ["highest"] and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert judge.looks == looks[-1:]
 
 
 def test_a_judge_that_is_interrupted_finds_the_same_best_step(
@@ -545,6 +574,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, words: str, *told: st
         ("--eval.samples 5", "eval.samples: the study sets it; use --samples"),
         ("--domain.path x", "domain.path: the study sets it; use --set"),
         ("--samples 1", "samples: must be >= 4"),
+        ("--sampler best", "sampler: 'best' is not known; allowed: reveal-first, plain, cached"),
+        ("--eval.sampler.kind plain", "eval.sampler.kind: the study sets it; use --sampler"),
         ("--judge-steps 0", "judge-steps: must be >= 1"),
         ("--merge none.json", "merge: none.json does not exist"),
         ("--train.stps 5", "train.stps"),
@@ -622,8 +653,36 @@ def test_the_numbers_of_calls_that_a_method_can_make() -> None:
     for name in text.recipes_of("news-small"):
         stages = own.stages(get_recipe(f"news-small-{name}"), 128, zero_shot=True)
         greedy = [stage for stage in stages if stage.pool is not None and stage.pool.variant == GREEDY]
-        assert bool(greedy) == name.startswith("emoe")
+        nfe = [stage.pool.nfe for stage in greedy if stage.pool is not None]
+        assert nfe == ([1, 2, 4, 8, 16] if name.startswith("emoe") else [])
         assert all(stage.convention[:2] in ("ex", "ne", "bo") for stage in stages if stage.kind == "zero-shot")
+
+
+def test_pools_can_be_drawn_by_another_sampler(finished: Path, sets: Path, tmp_path: Path) -> None:
+    run = run_of(finished, "mdlm")
+    shutil.copytree(run, tmp_path / "runs" / run.name)
+    assert study(tmp_path, f"--methods mdlm --only train --sampler plain {with_sets(sets, 'set')}") == 0
+    archive = Archive.open(tmp_path / "runs/pools" / f"{run.name}.npz")
+    pool = draw_pool(opened(finished, "mdlm", sets).method, 40, 2, 0, batch=30)
+    assert torch.equal(archive.tokens(PoolKey(2)), pool.samples)
+    assert archive.manifest["pools"]["nfe2"] == {"calls": 2, "step": 12, "sampler": "plain"}
+    assert not Results.load(tmp_path / "results/text.json").select(metric="network_calls")
+
+
+def test_a_gpu_measures_with_the_expert_that_is_used_alone(sets: Path) -> None:
+    """In single precision "auto" would run all experts everywhere there; what is chosen changes no number."""
+    gpu, recipe = torch.device("cuda"), get_recipe("text-tiny-emoe")
+    assert text.measuring(recipe, gpu) == {"backbone.dispatch": "loop"} and not text.measuring(
+        recipe, torch.device("cpu")
+    )
+    assert not text.measuring(get_recipe("text-tiny-mdlm"), gpu)
+    assert not text.measuring(customise(recipe, {"backbone.dispatch": "dense"}), gpu)  # chosen by hand
+    domain = TextConfig(path=str(sets / "set")).build(0)
+    rows, found = domain.fresh(20, 0), []
+    for settings in ({"backbone.dispatch": "dense"}, text.measuring(recipe, gpu)):
+        method = customise(recipe, settings).build_method(domain.space).eval()
+        found.append(estimate_nll(method, rows, Convention.parse("bound@1"), repeats=2).value)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -648,6 +707,21 @@ def test_passes_are_counted(method: str, entered: float, inside: float, sets: Pa
     built = experiment.build_method(domain.space).eval()
     found = network_passes(Run(Path(), experiment, domain, built, 0), domain)
     assert found == {"passes_train": entered, "calls_step": 1, "passes_block": inside}
+
+
+def test_an_encoder_is_no_active_part_of_a_model(sets: Path) -> None:
+    """VADD's is left behind when samples are drawn; of the experts of E-MoE each token uses one."""
+    domain, active, total = TextConfig(path=str(sets / "set")).build(0), {}, {}
+    for method in ("mdlm", "vadd", "emoe"):
+        experiment = get_recipe(f"text-tiny-{method}")
+        run = Run(Path(), experiment, domain, experiment.build_method(domain.space).eval(), 0)
+        found = {item.metric: item.value for item in text.sizes(run, domain)}
+        active[method], total[method] = found["params_active"], found["params"]
+        encoder = getattr(run.method, "encoder", None)
+        assert (active[method] < total[method]) == (method != "mdlm")
+        if encoder is not None:
+            assert total[method] - active[method] == total_parameters(encoder)
+    assert active["mdlm"] < active["emoe"] < 1.1 * active["mdlm"]
 
 
 def test_the_course_of_training_is_read_from_the_log(tmp_path: Path) -> None:
@@ -735,7 +809,7 @@ def test_entropy_and_the_papers_numbers_stand_beside_generative_perplexity() -> 
     assert cells == {
         "MDLM": "900.0\N{NO-BREAK SPACE}±3.0\nH 4.40\n*(1433.8, H 4.37)*",
         "E-MoE": "500.0\N{NO-BREAK SPACE}±3.0\nH 4.40\n*(643.8, H 4.35)*",
-        "held-out text": "90.0\nH 4.28",
+        "held-out text": "90.0\nH 4.28\n*(H 4.32)*",
     }
     markdown = gen_ppl_markdown(results)
     assert "*Italics*: the paper" in markdown and "**" not in markdown  # no winner is marked
@@ -743,6 +817,22 @@ def test_entropy_and_the_papers_numbers_stand_beside_generative_perplexity() -> 
     assert ", not below that" in judge_note(
         Results().add(INFO, [*table_rows(), row("ar", "ppl", 79, convention="exact")]), "news"
     )
+
+
+def test_the_paper_stands_beside_a_shorter_run_but_not_beside_another_network() -> None:
+    for changed, shown in (
+        ("train.steps=1200 optim.warmup=150", True),
+        ("eval.sampler.nucleus=0.9", False),
+        ("backbone.depth=3", False),
+        ("train.steps=1200 method.top-k=1", False),
+    ):
+        rows = [
+            row("mdlm", "gen_ppl", 900.0, nfe=1, convention="paper", recipe=f"news-small-mdlm {changed}"),
+            row("mdlm", "entropy", 4.4, nfe=1, recipe=f"news-small-mdlm {changed}"),
+        ]
+        markdown = gen_ppl_markdown(Results().add(INFO, rows))
+        assert ("*(1433.8, H 4.37)*" in markdown and "*Italics*" in markdown) == shown
+        assert f"All with `{changed}`" in markdown
 
 
 def test_the_collapse_table_has_both_kinds_of_routes() -> None:

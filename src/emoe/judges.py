@@ -174,6 +174,7 @@ class RunJudge(Judge):
         self.name, self.context = opened.path.name, opened.method.space.length
         self.dtype = str(next(backbone.parameters()).dtype).removeprefix("torch.")
         self.sha256 = _hash_state(backbone)
+        self._read: tuple[Tensor, Tensor] | None = None  # tokens that were scored last, and their NLL
 
     def encode(self, text: Text, rows: Int[Tensor, "n L"], *, special: bool = True) -> list[list[int]]:
         """The rows as they are.
@@ -188,13 +189,19 @@ class RunJudge(Judge):
 
     @torch.no_grad()
     def nll(self, tokens: Int[Tensor, "B W"], *, start: bool = True) -> Float[Tensor, "B W"]:
-        """See `Judge.nll`; the mask symbol is before the first token in any case, as in training."""
-        found = []
-        for part in tokens.split(_batch(tokens.shape[1], self.run.method.space.size)):
-            part = part.to(next(self.backbone.parameters()).device)
-            logits = self.backbone.read(self._hidden(part))
-            found.append(nnf.cross_entropy(logits.transpose(1, 2), part, reduction="none").double().cpu())
-        return torch.cat(found)
+        """See `Judge.nll`; the mask symbol is before the first token in any case, as in training.
+
+        Settings differ in what they count, so the same tokens come again: what was read last is not read twice.
+        """
+        if self._read is None or not torch.equal(self._read[0], tokens):
+            found = []
+            for part in tokens.split(_batch(tokens.shape[1], self.run.method.space.size)):
+                part = part.to(next(self.backbone.parameters()).device)
+                logits = self.backbone.read(self._hidden(part)).flatten(0, 1)
+                nll = nnf.cross_entropy(logits, part.flatten(), reduction="none").view(part.shape)
+                found.append(nll.double().cpu())
+            self._read = tokens.clone(), torch.cat(found)
+        return self._read[1].clone()
 
     @torch.no_grad()
     def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:

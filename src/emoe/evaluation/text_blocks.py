@@ -24,6 +24,7 @@ GREEDY = "route_tau=0"
 SETTINGS = ("paper", "duo")
 CONVENTIONS = ("exact", "nelbo", "objective", "bound", "iw")  # order of the columns
 FAMILIES = ("news-small", "lm1b")  # recipes beside which the paper's numbers stand
+TRAINING = ("train.", "optim.")  # fields of such recipes that may be changed
 BLOCK = re.compile(r"/block(\d+)$")
 LATENT = {
     "usage_entropy": "entropy of usage",
@@ -79,9 +80,13 @@ def models(results: Results, data: str | None = None) -> dict[Model, list[Row]]:
 
 
 def paper_of(rows: Sequence[Row], metric: str, nfe: int | None = None, *, variant: str | None = None) -> float | None:
-    """The paper's number on LM1B beside these rows of a model, where its recipe is one for such a table."""
-    recipes = {str(row.recipe) for row in rows}
-    if not recipes or not all(name.startswith(FAMILIES) and " " not in name for name in recipes):
+    """The paper's number on LM1B beside these rows of a model, where its recipe is one for such a table.
+
+    A shorter or otherwise trained run of the recipe is one too; another network or method is not.
+    """
+    recipes = [words_of(name) for name in {str(row.recipe) for row in rows}]
+    usual = [name.startswith(FAMILIES) and all(field.startswith(TRAINING) for field in own) for name, own in recipes]
+    if not usual or not all(usual):
         return None
     return paper_value("lm1b", "lm1b", rows[0].method, metric, nfe, variant=variant)
 
@@ -134,6 +139,8 @@ def gen_ppl_table(results: Results, data: str, setting: str) -> Table:
             lines.append([model.label, *cells])
     if lines and real:
         value = _pair(mean_of(real, "gen_ppl", convention=setting), mean_of(real, "entropy"))
+        if any("*(" in text for line in lines for text in line):
+            value += f"\n*(H {paper_value('lm1b', 'lm1b', 'data', 'entropy', None):.2f})*"
         lines.append(["held-out text", *[value] * len(steps)])
     return [data, *(f"NFE {nfe}" for nfe in steps)], lines
 
@@ -352,8 +359,8 @@ def _samples(results: Results, data: str, metric: str, convention: str | None = 
 
 
 ITALICS = (
-    "*Italics*: the paper, on LM1B with networks four times as large and GPT-2 large as the judge; compare shapes "
-    "(its BD3-LM has blocks of 16, 8 and 4 tokens at NFE 8, 16 and 32)."
+    "*Italics*: the paper, on LM1B with networks four times as large, a million steps and GPT-2 large as the judge; "
+    "compare shapes (its BD3-LM has blocks of 16, 8 and 4 tokens at NFE 8, 16 and 32)."
 )
 
 
@@ -390,8 +397,9 @@ LIKELIHOOD_NOTE = (
 )
 DESIGN_NOTE = (
     "Passes: tokens that enter the networks (VADD's encoder included) in a training step, over those of the batch; "
-    "counted by hooks. Through the mean block they may be more: E-MoE+ compares draws, which part in the first block. "
-    "Active: parameters that one token uses when it is drawn. *Italics*: the paper, at its size."
+    "counted by hooks. Through the mean block they are more where draws are compared, which part in the first block. "
+    "Active: parameters that one token uses when it is drawn. Times include the start of a run, its log and "
+    "checkpoints. *Italics*: the paper, at its size."
 )
 LATENT_NOTE = (
     "Nats, means over the last twentieth of training. Usage is the share of positions that run each expert, that is, "

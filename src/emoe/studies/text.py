@@ -16,11 +16,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Int
@@ -62,7 +61,7 @@ from emoe.runs import Run, load_run, pick_device
 from emoe.studies.base import Study, make_study, run_name, steps_done
 from emoe.studies.latent import parse_deadline, parse_jobs, parse_names, parse_seeds, refuse_fields
 from emoe.studies.text_files import PCA, Archive, MauveCache, PoolKey, describe_pools, describe_text, digest
-from emoe.studies.text_judge import CHECKS, EXACT, JudgeRun
+from emoe.studies.text_judge import CHECKS, EXACT, JudgeRun, full_precision
 from emoe.studies.text_pages import curves, latent_curves, samples_page
 from emoe.studies.text_training import network_passes, training_rows
 from emoe.types import Convention, Measurement
@@ -70,10 +69,11 @@ from emoe.types import Convention, Measurement
 DEFAULT_METHODS = "ar,mdlm,sedd,bd3lm,vadd,emoe,emoe-plus"
 SIZES = ("news-small", "text-tiny", "lm1b")
 PARTS = ("train", "judge", "score", "draw")
-RESERVED = {"eval.nfe": "nfe", "eval.samples": "samples", "domain.path": "set"}
+RESERVED = {"eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set"}
 PLACES = ("--set", "--judge-set", "--zero-shot", "--merge")
 SAMPLES, ROWS, WEIGHTED_ROWS = 2_000, 2_000, 500
 HELD_OUT = 2_000  # held-out rows that MAUVE compares with
+GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
 TIMES = "times.jsonl"  # in a run folder: how long each part of its training took
 LIKELIHOODS = {
     "ar": ("exact",),
@@ -85,6 +85,8 @@ LIKELIHOODS = {
 }
 
 Kind = Literal["sizes", "training", "likelihood", "zero-shot", "pool"]
+SamplerKind = Literal["reveal-first", "plain", "cached"]
+SAMPLERS: tuple[SamplerKind, ...] = get_args(SamplerKind)
 
 
 def main(words: list[str]) -> int:
@@ -93,7 +95,7 @@ def main(words: list[str]) -> int:
     args = make_parser().parse_args(rest)
     deadline = parse_deadline(args.budget)
     refuse_fields(settings, RESERVED)
-    for name, allowed in (("only", PARTS), ("size", SIZES)):
+    for name, allowed in (("only", PARTS), ("size", SIZES), ("sampler", SAMPLERS)):
         given = getattr(args, name)
         if given not in (None, *allowed):
             raise ConfigError([f"{name}: {given!r} is not known; allowed: {', '.join(allowed)}"])
@@ -102,6 +104,7 @@ def main(words: list[str]) -> int:
         samples=parse_number("samples", args.samples, low=4, high=1_000_000),
         rows=parse_number("rows", args.rows, high=10_000_000),
         weighted_rows=parse_number("iw-rows", args.iw_rows, high=10_000_000),
+        sampler=args.sampler,
     )
     names = parse_names("methods", args.methods, recipes_of(args.size))
     experiments = [
@@ -154,6 +157,11 @@ def make_parser() -> Parser:
     add("--zero-shot", help="folder of prepared text from elsewhere, whose likelihood is measured too")
     add("--samples", default=str(SAMPLES), help=f"samples for each NFE (default {SAMPLES})")
     add("--nfe", help="numbers of network calls; default: the recipe's; a method leaves out what it cannot make")
+    add(
+        "--sampler",
+        default=SAMPLERS[0],
+        help=f"how masked diffusion draws: {', '.join(SAMPLERS)}; one law, other times (default {SAMPLERS[0]})",
+    )
     add("--rows", default=str(ROWS), help=f"test rows for likelihoods (default {ROWS}, or all)")
     add("--iw-rows", default=str(WEIGHTED_ROWS), help=f"and for importance-weighted ones (default {WEIGHTED_ROWS})")
     add("--judge-steps", help="training steps of the judge, at most; default: the recipe's")
@@ -250,6 +258,7 @@ class Plan:
     samples: int  # for each NFE
     rows: int  # test rows for likelihoods
     weighted_rows: int  # and for importance-weighted ones
+    sampler: SamplerKind = "reveal-first"  # all have one law; this one reads each position once, not at every step
 
     def steps(self, experiment: Experiment, length: int) -> tuple[int, ...]:
         """Numbers of network calls that samples are drawn with: of those wanted all that the method can make."""
@@ -273,7 +282,7 @@ class Plan:
             *(Stage("likelihood", name) for name in names),
             *(Stage("zero-shot", name) for name in bounds if zero_shot),
             *(Stage("pool", pool=PoolKey(nfe)) for nfe in steps),
-            *(Stage("pool", pool=PoolKey(nfe, GREEDY)) for nfe in steps if kind == "emoe"),
+            *(Stage("pool", pool=PoolKey(nfe, GREEDY)) for nfe in steps if kind == "emoe" and nfe <= GREEDY_NFE),
         ]
 
     def count(self, stage: Stage, text: Text) -> int:
@@ -435,21 +444,23 @@ class Chain:
         archive, text = Archive.open(self._pools(experiment)), runs.text
         if archive.rows(key) < self.plan.samples:
             run = runs.plain if key.variant is None else runs.greedy
-            config = experiment.eval
-            sampler = config.sampler if isinstance(run.method, MaskedDiffusion) else None
+            config, sampler = experiment.eval, None
+            if isinstance(run.method, MaskedDiffusion):
+                sampler = dataclasses.replace(config.sampler, kind=self.plan.sampler)
             calls = key.nfe * math.ceil(self.plan.samples / config.batch)
             with meter(calls, label, quiet=self.study.quiet) as tick, watched(run.method.backbone, tick):
                 pool = draw_pool(
                     run.method, self.plan.samples, key.nfe, experiment.seed, batch=config.batch, sampler=sampler
                 )
-            told = archive.manifest.get("pools", {}) | {str(key): {"calls": pool.calls, "step": run.step}}
+            how = {"calls": pool.calls, "step": run.step, "sampler": "own" if sampler is None else sampler.kind}
+            told = archive.manifest.get("pools", {}) | {str(key): how}
             archive.manifest = describe_pools(experiment, text) | {"pools": told}
             archive.arrays[str(key)] = pool.samples.numpy().astype("<u2")
             archive.save()
         found = text.measure(archive.tokens(key)[: self.plan.samples], experiment.seed)
-        if experiment.eval.sampler.kind != "plain":
-            calls = archive.manifest["pools"][str(key)]["calls"]
-            found.append(Measurement("network_calls", calls, None, archive.rows(key)))
+        how = archive.manifest["pools"][str(key)]
+        if how.get("sampler", "plain") not in ("own", "plain"):
+            found.append(Measurement("network_calls", how["calls"], None, archive.rows(key)))
         return found
 
     def _real(self, experiment: Experiment) -> None:
@@ -763,33 +774,34 @@ class Opened:
 
     def __init__(self, study: Study, experiment: Experiment, text: Text):
         self.path, self.device, self.text = study.folder / run_name(experiment), str(study.device), text
+        self.settings = measuring(experiment, study.device)
 
     @functools.cached_property
     def plain(self) -> Run:
         """As it was trained, the moving average of its weights."""
-        return load_run(self.path, device=self.device, domain=self.text)
+        return load_run(self.path, device=self.device, domain=self.text, settings=self.settings)
 
     @functools.cached_property
     def greedy(self) -> Run:
         """The same weights with `route_tau` 0."""
-        return load_run(self.path, device=self.device, domain=self.text, settings={"method.route-tau": "0"})
+        settings = self.settings | {"method.route-tau": "0"}
+        return load_run(self.path, device=self.device, domain=self.text, settings=settings)
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Products in single precision, as the paper evaluates, whatever a training run in this process has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def measuring(experiment: Experiment, device: torch.device) -> dict[str, str]:
+    """Fields that change how fast a run is measured, and no number.
+
+    In single precision a GPU has no grouped products, and "auto" would run every expert on every position: 8 times
+    the work for the one that is used.
+    """
+    routed = experiment.method.wants().experts and getattr(experiment.backbone, "dispatch", None) == "auto"
+    return {"backbone.dispatch": "loop"} if routed and device.type == "cuda" else {}
 
 
 def sizes(run: Run, text: Text) -> list[Measurement]:
-    """Parameters, and network passes that are counted."""
+    """Parameters, of which an encoder has none that are active in a draw, and network passes that are counted."""
     found: dict[str, float] = {
-        "params": total_parameters(run.method), "params_active": active_parameters(run.method),
+        "params": total_parameters(run.method), "params_active": active_parameters(run.method.backbone),
     }  # fmt: skip
     found |= network_passes(run, text)
     return [Measurement(name, value, None, None) for name, value in found.items()]

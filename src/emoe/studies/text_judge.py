@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,7 @@ from emoe.runs import load_run, train
 from emoe.studies.base import Interrupted, Until, run_name, steps_done
 from emoe.types import Convention
 
-CHECKS = 15  # looks at the validation rows in the course of training
+CHECKS = 8  # looks at the validation rows in the course of training: each saves and opens a checkpoint
 PATIENCE = 3  # looks without a lower loss, after which training ends
 LOOKS = "held-out.jsonl"
 EXACT = Convention.parse("exact")
@@ -38,6 +40,17 @@ class Look(NamedTuple):
 
     step: int
     nll: float
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products in single precision, as the paper evaluates, whatever a training run in this process has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass
@@ -120,7 +133,8 @@ class JudgeRun:
             return  # where a signal or a deadline stopped the run: a look there would change which step is the best
         if step not in [look.step for look in self.looks]:
             run = load_run(self.run, device=str(self.device), domain=text)
-            nll = estimate_nll(run.method, text.test_rows.long(), EXACT)
+            with full_precision():
+                nll = estimate_nll(run.method, text.test_rows.long(), EXACT)
             self.looks.append(Look(step, nll.value / text.space.length))
             lines = "".join(json.dumps(look._asdict()) + "\n" for look in self.looks)
             replace_file(self.run / LOOKS, lines.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape as escape_html
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from emoe.domains.text.data import Text
 from emoe.evaluation.grid import METHODS, measure
 from emoe.evaluation.image_blocks import mean_of
+from emoe.evaluation.latent_blocks import as_words, words_of
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.text_blocks import (
     GREEDY,
@@ -36,6 +37,7 @@ def escape(text: str) -> str:
 def samples_page(groups: Sequence[tuple[Text | None, Sequence[Archive]]], count: int = SHOWN) -> str:
     """The first samples of every pool, side by side for each NFE; empty where there are none, or no words for them."""
     parts = []
+    common = _common([archive for text, archives in groups if text is not None for archive in archives])
     for text, archives in groups:
         if text is None:
             continue
@@ -47,13 +49,14 @@ def samples_page(groups: Sequence[tuple[Text | None, Sequence[Archive]]], count:
                 for key in (PoolKey(nfe), PoolKey(nfe, GREEDY)):
                     if archive.rows(key):
                         shown = text.decode(archive.tokens(key)[:count])
-                        lines += [f"**{_title(archive, key)}**\n", *(f"- {escape(one)}" for one in shown), ""]
+                        lines += [f"**{_title(archive, key, common)}**\n", *(f"- {escape(one)}" for one in shown), ""]
             parts.append("\n".join(lines))
     if not parts:
         return ""
     told = (
         f"# Samples\n\nThe first {count} of each pool, not chosen, by the moving average of the weights; special "
-        "tokens by their names. A low generative perplexity can hide repetition: read them beside `text.md`.\n"
+        "tokens by their names. A low generative perplexity can hide repetition: read them beside `text.md`."
+        f"{f' All with `{as_words(common)}`.' if common else ''}\n"
     )
     return "\n".join([told, *parts])
 
@@ -63,9 +66,16 @@ def _place(archive: Archive) -> tuple[int, str, int]:
     return order.index(method) if method in order else len(order), archive.manifest["recipe"], archive.manifest["seed"]
 
 
-def _title(archive: Archive, key: PoolKey) -> str:
+def _common(archives: Sequence[Archive]) -> dict[str, str]:
+    """Fields that were changed alike in all recipes: said once, not in every title."""
+    changes = [words_of(archive.manifest["recipe"])[1] for archive in archives]
+    first = changes[0] if changes else {}
+    return {name: text for name, text in first.items() if all(one.get(name) == text for one in changes)}
+
+
+def _title(archive: Archive, key: PoolKey, common: Mapping[str, str]) -> str:
     told = archive.manifest
-    changed = told["recipe"].partition(" ")[2]
+    changed = as_words({name: text for name, text in words_of(told["recipe"])[1].items() if name not in common})
     words = [METHODS.get(told["method"], told["method"]), f"({changed})" if changed else ""]
     words += [f"seed {told['seed']}" if told["seed"] else "", "greedy routes" if key.variant else ""]
     return escape(", ".join(filter(None, words)))
