@@ -283,12 +283,12 @@ def test_an_unfinished_run_is_measured_on_request_and_called_so(tmp_path, capsys
     rows = Results.load(tmp_path / "results/digits.json").select(method="mdlm", metric="ink")
     assert {row.recipe for row in rows} == {"digits-mdlm train.steps=4 reached=2"}
     assert study(tmp_path, f"{words} --only draw --unfinished") == 0
-    assert "reached=2" in (tmp_path / "results/digits.md").read_text()
+    assert "| MDLM, step 2 |" in (tmp_path / "results/digits.md").read_text()
     shutil.move(tmp_path / "kept", last)
     assert study(tmp_path, words) == 0
     results = Results.load(tmp_path / "results/digits.json")
     assert len({row.recipe for row in results.select(method="mdlm")}) == 2  # the early numbers stay in the file
-    assert "reached" not in (tmp_path / "results/digits.md").read_text()
+    assert ", step 2" not in (tmp_path / "results/digits.md").read_text()
 
 
 def test_a_folder_that_is_copied_here_later_enters_the_figures(finished, tmp_path):

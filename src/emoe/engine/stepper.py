@@ -22,7 +22,9 @@ WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments a
 TABLE_STEPS = 1024  # steps whose numbers go to the device at once: a copy per step would stall the GPU
 
 
-_CAPTURE = threading.Lock()
+# Held while a thread compiles (in its first steps) or captures: compilers time kernels and wait for the whole device,
+# which ends another thread's capture.
+_ALONE = threading.Lock()
 
 
 class Stepper:
@@ -141,7 +143,7 @@ class Stepper:
         return loss
 
     def _warm_up(self, batch: Tensor) -> None:
-        with self._on_side_stream():
+        with _ALONE, self._on_side_stream():
             self.loss = self._train(batch)
         self._eager_steps += 1
 
@@ -153,7 +155,7 @@ class Stepper:
                 graph.register_generator_state(generator)
         self.optimizer.zero_grad()
         # Other threads may train on streams of their own: one capture at a time, and it must not forbid their calls.
-        with _CAPTURE, torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
+        with _ALONE, torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
             self.loss = self._train(self._batch)
         self.graph = graph
 

@@ -32,11 +32,13 @@ class Model(NamedTuple):
 
     method: str
     own: str
+    step: int | None = None  # of a run that was measured before its end
 
     @property
     def label(self) -> str:
-        """`E-MoE`, or `E-MoE train.steps=200`."""
-        return " ".join(filter(None, (METHODS.get(self.method, self.method), self.own)))
+        """`E-MoE`, `E-MoE train.steps=200`, or `E-MoE, step 5,000`."""
+        name = " ".join(filter(None, (METHODS.get(self.method, self.method), self.own)))
+        return name if self.step is None else f"{name}, step {self.step:,}"
 
 
 def data_of(results: Results) -> list[str]:
@@ -49,7 +51,8 @@ def common_changes(results: Results) -> dict[str, str]:
     """Fields that were changed alike in all recipes: said once, not in every name."""
     changes = [words_of(name)[1] for name in {str(row.recipe) for row in _models(results)}]
     first = changes[0] if changes else {}
-    return {name: text for name, text in first.items() if all(one.get(name) == text for one in changes)}
+    shared = {name: text for name, text in first.items() if all(one.get(name) == text for one in changes)}
+    return {name: text for name, text in shared.items() if name != REACHED}
 
 
 def models(results: Results, data: str) -> dict[Model, list[Row]]:
@@ -62,12 +65,14 @@ def models(results: Results, data: str) -> dict[Model, list[Row]]:
     groups: dict[Model, list[Row]] = {}
     for row in _furthest(_models(part)):
         name, fields = words_of(str(row.recipe))
+        step = fields.pop(REACHED, None)
         own = as_words({field: text for field, text in fields.items() if field not in common})
         usual = name == f"{row.task}-{row.method}"
-        groups.setdefault(Model(row.method, own if usual else f"({name}) {own}".strip()), []).append(row)
+        model = Model(row.method, own if usual else f"({name}) {own}".strip(), None if step is None else int(step))
+        groups.setdefault(model, []).append(row)
     order = list(METHODS)
-    place = {name: order.index(name) if name in order else len(order) for name, _ in groups}
-    return dict(sorted(groups.items(), key=lambda item: (place[item[0].method], item[0])))
+    place = {model: order.index(model.method) if model.method in order else len(order) for model in groups}
+    return dict(sorted(groups.items(), key=lambda item: (place[item[0]], item[0].label)))
 
 
 def reference_name(recipe: str) -> str:
@@ -136,7 +141,8 @@ def bpd_lines(results: Results, data: str) -> tuple[list[str], list[list[str]]]:
         cells = [cell(mean_of(rows, "bpd", convention=name), DIGITS) for name in names]
         gain = cell(mean_of(rows, "coordination_gain", convention="bound@1"), DIGITS, sign="+")
         lines.append([model.label, *size, *[_three(paper("bpd"))] * (data in PAPER), *cells, gain])
-    for method in [name for name in METHODS if plain and Model(name, "") not in found]:
+    measured = {model.method for model in found if not model.own}
+    for method in [name for name in METHODS if plain and name not in measured]:
         if _paper(data, method, "bpd") is not None:
             size = [_millions([], metric, _paper(data, method, metric)) for metric in ("params", "params_active")]
             lines.append([METHODS[method], *size, _three(_paper(data, method, "bpd")), *["—"] * (len(names) + 1)])

@@ -327,13 +327,16 @@ class EMoE(MaskedDiffusion):
     def _log(self, at: Sequence[Float[Tensor, "N _P"]], passes: Passes) -> dict[str, Tensor]:
         """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block.
 
-        Of a block that is summed out: entropy and mean of the prior's probabilities.
+        Of a block that is summed out: entropy and mean of the prior's probabilities. Positions that are no tokens, but
+        squares of hundreds of pixels, are not listed one by one: a log of 200,000 steps would outweigh its checkpoint.
         """
         names = ("route_kl", "route_kl_at", "post_entropy", "prior_entropy", "usage")
         log: dict[str, Tensor] = {}
         for d, (post, prior, route, kl) in enumerate(zip(passes.post, passes.prior, passes.routes, at, strict=True)):
             values = route_log(post.detach(), prior.detach(), route, kl.detach())
             log |= {f"{name}/block{d + 1}": value for name, value in zip(names, values, strict=True)}
+            if not self.backbone.routes_tokens:
+                del log[f"route_kl_at/block{d + 1}"]
         if passes.summed is not None:
             block, prior = len(passes.post) + 1, passes.summed.detach()
             log[f"prior_entropy/block{block}"] = routing_entropy(prior)
