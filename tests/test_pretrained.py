@@ -26,7 +26,7 @@ from emoe.backbones.unet import UNetConfig
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.images import Digits, DigitsConfig
+from emoe.domains.images import Digits, DigitsConfig, as_images
 from emoe.engine import checkpoint, durable, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 from emoe.evaluation.evaluate import evaluate
@@ -464,12 +464,26 @@ def test_the_package_carries_at_most_16_mb() -> None:
 def test_released_models_of_the_package_load_and_sample() -> None:
     folders = [folder for folder in sorted(PACKAGED.iterdir()) if folder.is_dir()]
     assert {folder.name: folder for folder in folders} == released()  # nothing but models, each of them whole
+    unfinished = (PACKAGED / "README.md").read_text(encoding="utf-8").partition("## Unfinished")[2]
     for folder in folders:
         opened = from_pretrained(folder.name)
         assert opened.name == folder.name and opened.path == folder
-        assert opened.step == opened.experiment.train.steps, f"{folder.name} is not finished"
+        finished = opened.step == opened.experiment.train.steps
+        assert finished != (f"`{folder.name}`" in unfinished), (
+            f"weights/README.md tells whether {folder.name} is finished"
+        )
         space = opened.method.space
         drawn = opened.sample(3, 2)
         assert drawn.shape == (3, space.length) and (drawn != space.mask_id).all() and drawn.max() < space.size
         chances = log_probabilities(opened).exp()
         assert chances.isfinite().all() and torch.allclose(chances.sum(-1), torch.ones(()), atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("mnist-mdlm", 0.0, 0.5), ("mnist-emoe", 0.6, 1.0)])
+def test_one_call_of_the_models_that_ship(name: str, least: float, most: float) -> None:
+    """How often the pixel to the right of an inked one is inked too: strokes of a digit, or scattered dots."""
+    images = torch.as_tensor(as_images(from_pretrained(name).sample(16, nfe=1, seed=0)))
+    inked = images[:, :, :-1] == 1
+    together = (images[:, :, 1:] == 1)[inked].float().mean()
+    assert 0.02 < images.float().mean() < 0.3
+    assert least < together < most
