@@ -29,12 +29,15 @@ from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.readme import render
 from emoe.evaluation.results import Results, Row, RunInfo, record
 from emoe.evaluation.text_blocks import (
+    COMMANDS,
     GREEDY,
     PARTS,
+    checks_table,
     collapse_table,
     conventions_of,
     data_of,
     design_table,
+    files_of,
     gen_ppl_markdown,
     gen_ppl_table,
     judge_note,
@@ -133,7 +136,7 @@ def finished(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(finished: Path) -> Results:
-    return Results.load(finished / "results/text.json").only(task="text")
+    return Results.load(finished / "results/text-tiny.json").only(task="text")
 
 
 def run_of(folder: Path, method: str) -> Path:
@@ -231,26 +234,28 @@ def test_scores_are_those_of_the_judge(results: Results, finished: Path, sets: P
     (own,) = results.select(method="judge", metric="ppl", convention="exact")
     assert own.value == pytest.approx(math.exp(exact.value / LENGTH)) and own.n == 20
     assert results.select(method="data", metric="gen_ppl", convention="paper")[0].nfe is None
-    told = json.loads((finished / "results/text-judge.json").read_text())
+    told = json.loads((finished / "results/text-tiny-judge.json").read_text())
     assert told["judge"]["sha256"] == judge.sha256 and told["judge"]["trained_on"] == "text-judge"
     assert told["pca"]["fitted_on"] == "test rows of text" and told["pca"]["dimensions"] <= 100
 
 
 def test_the_page_of_tables_and_samples_and_the_figures(results: Results, finished: Path, sets: Path) -> None:
-    page = (finished / "results/text.md").read_text()
+    page = (finished / "results/text-tiny.md").read_text()
     assert page == text_tables(results)
     has_mauve = importlib.util.find_spec("mauve") is not None
     for title, _ in PARTS.values():
         assert (f"## {title}\n" in page) == (has_mauve or title != "MAUVE")
     assert "*Italics*" not in page and "643.8" not in page  # the recipes were changed: nothing to set beside the paper
-    samples = (finished / "results/text-samples.md").read_text()
+    samples = (finished / "results/text-tiny-samples.md").read_text()
     archive = Archive.open(finished / "runs/pools" / f"{run_of(finished, 'emoe').name}.npz")
     domain = TextConfig(path=str(sets / "set")).build(0)
     for key in archive.keys():
         assert all(f"- {escape(one)}\n" in samples for one in domain.decode(archive.tokens(key)[:2]))
     assert samples.index("NFE 1\n") < samples.index("NFE 2\n") and "**E\\-MoE, greedy routes**" in samples
     assert samples.count("train.steps=12") == 1 and "All with `train.batch=8 train.steps=12`." in samples
-    assert {path.name for path in (finished / "results/figures").iterdir()} == {"text-gen-ppl.png", "text-latent.png"}
+    assert "read them beside `text-tiny.md`" in samples
+    drawn = {path.name for path in (finished / "results/figures").iterdir()}
+    assert drawn == {"text-tiny-gen-ppl.png", "text-tiny-latent.png"}
     assert all(path.stat().st_size > 10_000 for path in (finished / "results/figures").iterdir())
 
 
@@ -274,10 +279,10 @@ def test_without_its_package_mauve_is_left_out_and_the_extra_is_named(
     shutil.copytree(finished, tmp_path / "copy")
     (tmp_path / "copy/runs/features/mauve.json").unlink(missing_ok=True)
     monkeypatch.setitem(__import__("sys").modules, "mauve", None)
-    before = Results.load(tmp_path / "copy/results/text.json").rows
+    before = Results.load(tmp_path / "copy/results/text-tiny.json").rows
     assert study(tmp_path / "copy", "--only draw", SIZES.replace("--quiet", "")) == 0
     assert "MAUVE is left out: mauve-text: the package is missing; pip install emoe[judge]" in capsys.readouterr().err
-    assert Results.load(tmp_path / "copy/results/text.json").rows == before
+    assert Results.load(tmp_path / "copy/results/text-tiny.json").rows == before
 
 
 def test_a_second_call_does_nothing(finished: Path, sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,18 +312,18 @@ def test_stages_on_different_machines_give_the_same_numbers(
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert study(first, f"--methods mdlm --only train {with_sets(sets, 'set', 'else')}") == 0
     assert study(second, f"--methods emoe --only train {with_sets(sets, 'set', 'else')}") == 0
-    assert not (first / "runs/features").exists() and not (first / "results/text.md").exists()
+    assert not (first / "runs/features").exists() and not (first / "results/text-tiny.md").exists()
     for place in (first, second):
         shutil.copytree(place / "runs/pools", third / "runs/pools", dirs_exist_ok=True)
     assert study(third, f"--only judge {with_sets(sets, 'judge')}") == 0
-    assert not (third / "results/text.json").exists()
+    assert not (third / "results/text-tiny.json").exists()
     assert study(third, f"--only score {with_sets(sets, 'judge')}") == 0
-    assert {row.metric for row in Results.load(third / "results/text.json").rows if row.nfe} == {"gen_ppl"}
-    merged = f"--merge {first / 'results/text.json'} {second / 'results/text.json'}"
+    assert {row.metric for row in Results.load(third / "results/text-tiny.json").rows if row.nfe} == {"gen_ppl"}
+    merged = f"--merge {first / 'results/text-tiny.json'} {second / 'results/text-tiny.json'}"
     assert study(third, f"--only draw {merged} {with_sets(sets, 'judge')}") == 0
-    after = Results.load(third / "results/text.json").only(task="text")
+    after = Results.load(third / "results/text-tiny.json").only(task="text")
     assert values(after) == values(results)
-    samples = [(place / "results/text-samples.md").read_text() for place in (finished, third)]
+    samples = [(place / "results/text-tiny-samples.md").read_text() for place in (finished, third)]
     assert samples[0] == samples[1]
 
 
@@ -350,10 +355,10 @@ def test_a_chain_that_is_killed_goes_on_where_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(text, "score", judge)
         assert study(tmp_path, words) == 130
-    half = Results.load(tmp_path / "results/text.json")
+    half = Results.load(tmp_path / "results/text-tiny.json")
     assert len(half.select(metric="gen_ppl", method="mdlm")) == 2
     assert study(tmp_path, words) == 0
-    after = Results.load(tmp_path / "results/text.json")
+    after = Results.load(tmp_path / "results/text-tiny.json")
     assert values(after) == values(results.only(method=("mdlm", "judge", "data")))
 
 
@@ -369,10 +374,10 @@ def test_a_stage_that_fails_does_not_stop_the_others(
         patch.setattr(text, "network_passes", fail)
         assert study(tmp_path, words) == 1
     assert "text-tiny-ar seed 0, sizes [1/4] failed: no room" in capsys.readouterr().err
-    results = Results.load(tmp_path / "results/text.json")
+    results = Results.load(tmp_path / "results/text-tiny.json")
     assert results.select(metric="entropy", nfe=LENGTH, method="ar") and conventions_of(results.rows) == ["exact"]
     assert study(tmp_path, words) == 0
-    after = Results.load(tmp_path / "results/text.json")
+    after = Results.load(tmp_path / "results/text-tiny.json")
     assert [row.value for row in after.select(metric="passes_train")] == [1]
 
 
@@ -408,14 +413,14 @@ def test_time_that_was_spent_in_parts_is_added_up(tmp_path: Path) -> None:
 def test_more_samples_are_drawn_anew_and_fewer_replace_nothing(finished: Path, sets: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "copy")
     words = f"--methods mdlm --only train {with_sets(sets)}"
-    before = Results.load(tmp_path / "copy/results/text.json")
+    before = Results.load(tmp_path / "copy/results/text-tiny.json")
     assert study(tmp_path / "copy", words, SIZES.replace("--samples 40", "--samples 10")) == 0
-    assert Results.load(tmp_path / "copy/results/text.json").rows == before.rows
+    assert Results.load(tmp_path / "copy/results/text-tiny.json").rows == before.rows
     assert study(tmp_path / "copy", words, SIZES.replace("--samples 40", "--samples 50")) == 0
-    after = Results.load(tmp_path / "copy/results/text.json")
+    after = Results.load(tmp_path / "copy/results/text-tiny.json")
     assert {row.n for row in after.select(method="mdlm", metric="entropy")} == {50}
     assert study(tmp_path / "copy", f"--only score {with_sets(sets)}") == 0  # other samples: other scores
-    again = Results.load(tmp_path / "copy/results/text.json").select(
+    again = Results.load(tmp_path / "copy/results/text-tiny.json").select(
         method="mdlm", metric="gen_ppl", convention="paper"
     )
     assert {row.n for row in again} == {50}
@@ -428,7 +433,7 @@ def test_another_judge_scores_anew(finished: Path, results: Results, sets: Path,
     other = SIZES.replace("--judge-steps 15", "--judge-steps 5")
     for stage in ("judge", "score", "draw"):
         assert study(tmp_path, f"--only {stage} {with_sets(sets, 'judge')}", other) == 0
-    after = Results.load(tmp_path / "results/text.json").only(task="text")
+    after = Results.load(tmp_path / "results/text-tiny.json").only(task="text")
     old, new = (values(one.only(metric=("gen_ppl", "mauve"))) for one in (results, after))
     assert old.keys() == new.keys()
     assert all(old[key] != new[key] for key in old if "gen_ppl" in key)
@@ -607,7 +612,8 @@ def test_missing_data_are_named_with_a_remedy_before_anything_is_trained(
     refused(capsys, 3, f"{size} {own} --judge-set {sets / 'known'}", "trains on", "train.txt, which is in --set too")
     elsewhere = f"--zero-shot {sets / 'strange'}"
     refused(capsys, 3, f"{size} {own} --only train {elsewhere}", "zero-shot: ", "prepare it with the same")
-    refused(capsys, 3, f"{size} --only score", "runs/text/pools: holds no pools; draw them with --only train, or copy")
+    refused(capsys, 3, f"{size} --only score", "runs/text-tiny/pools: holds no pools; draw them with --only train")
+    refused(capsys, 3, "--only score --device cpu --quiet", "runs/text/pools: holds no pools")
     assert not list(tmp_path.rglob("step-*"))
 
 
@@ -666,7 +672,7 @@ def test_pools_can_be_drawn_by_another_sampler(finished: Path, sets: Path, tmp_p
     pool = draw_pool(opened(finished, "mdlm", sets).method, 40, 2, 0, batch=30)
     assert torch.equal(archive.tokens(PoolKey(2)), pool.samples)
     assert archive.manifest["pools"]["nfe2"] == {"calls": 2, "step": 12, "sampler": "plain"}
-    assert not Results.load(tmp_path / "results/text.json").select(metric="network_calls")
+    assert not Results.load(tmp_path / "results/text-tiny.json").select(metric="network_calls")
 
 
 def test_a_gpu_measures_with_the_expert_that_is_used_alone(sets: Path) -> None:
@@ -868,15 +874,45 @@ def test_two_sizes_on_one_text_stay_apart() -> None:
     assert [line[0] for line in lines] == ["MDLM (lm1b-mdlm)", "MDLM (news-small-mdlm)"]
 
 
-def test_blocks_of_the_docs_say_so_while_there_are_no_numbers(tmp_path: Path) -> None:
-    names = [*PARTS, "text-figures"]
+@pytest.mark.parametrize(("study", "size"), [("text", "news-small"), ("text-tiny", "text-tiny")])
+def test_blocks_of_the_docs_say_so_while_there_are_no_numbers(study: str, size: str, tmp_path: Path) -> None:
+    names = [f"{study}-{part}" for part in (*PARTS, "figures")]
     page = "".join(f"<!-- generated:{name} -->\n<!-- /generated:{name} -->\n" for name in names)
-    assert render(page, tmp_path).count("here yet: run `emoe reproduce text`") == len(names)
-    record(tmp_path / "text.json", INFO, table_rows())
+    assert render(page, tmp_path).count(f"here yet: run `{COMMANDS[study]}`") == len(names)
+    other = next(name for name in COMMANDS if name != study)
+    record(tmp_path / f"{other}.json", INFO, table_rows())
+    (tmp_path / f"{other}-samples.md").write_text("no page of this study")
+    assert render(page, tmp_path).count("here yet: run") == len(names)
+    record(tmp_path / f"{study}.json", INFO, table_rows())
+    (tmp_path / f"{study}-samples.md").write_text("a page")
     filled = render(page, tmp_path)
     assert "643.8" in filled and filled.count("No numbers here yet") == 1  # nothing from elsewhere was read
+    assert f"[{study}-samples.md](../{tmp_path.name}/{study}-samples.md)" in filled
+    assert files_of(size) == study and files_of("lm1b") == "text"
     docs = (Path(__file__).parents[1] / "docs/text.md").read_text()
-    assert all(f"<!-- generated:{name} -->" in docs for name in names)
+    assert all(f"<!-- generated:{name} -->" in docs for name in names if name != "text-tiny-zero-shot")
+
+
+def test_what_a_latent_is_for_is_told_with_numbers() -> None:
+    rows = table_rows() + [row("mdlm", "gen_ppl", 300.0, nfe=2, convention="paper"), row("mdlm", "entropy", 4.3, nfe=2)]
+    rows += [row("emoe", "gen_ppl", 200.0, nfe=2, convention="paper"), row("emoe", "entropy", 4.2, nfe=2)]
+    rows += [row("emoe", "coordination_gain", -0.25, convention="bound@1")]
+    blocks = {1: (1.3, 0.3), 2: (1.3, 0.01), 3: (0.9, 0.3), 4: (1.1, 0.03)}
+    for block, (usage, kl) in blocks.items():
+        for step, times in ((100, 0.0), (300, 1.0)):  # the end of training counts
+            rows += [row("emoe", f"usage_entropy/block{block}", times * usage, convention=f"step {step}")]
+            rows += [row("emoe", f"route_kl/block{block}", times * kl, convention=f"step {step}")]
+    header, lines = checks_table(Results().add(INFO, rows), "news", "paper")
+    assert header[3:] == ["below MDLM at NFE 1, equal H", "below MDLM at NFE 2, equal H"]
+    assert lines == [
+        ["E-MoE", "yes: 2 of 4", "no: \N{MINUS SIGN}0.250", "yes: 500.0 against 900.0\nH +0.000",
+         "not at equal H\n200.0 against 300.0\nH \N{MINUS SIGN}0.100"]
+    ]  # fmt: skip
+    few = [one for one in rows if one.metric not in ("route_kl/block1", "usage_entropy/block1")]
+    few += [row("emoe", "usage_entropy/block1", 1.3, convention="step 300")]
+    few += [row("emoe", "route_kl/block1", 0.02, convention="step 300")]
+    (line,) = checks_table(Results().add(INFO, few), "news", "paper")[1]
+    assert line[1] == "no: 1 of 4"
 
 
 # --- emoe eval --judge

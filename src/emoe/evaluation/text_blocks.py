@@ -20,6 +20,7 @@ from emoe.evaluation.results import Results, Row, SeedMean
 from emoe.evaluation.tables import markdown_table
 
 TASK = "text"
+COMMANDS = {"text": "emoe reproduce text", "text-tiny": "emoe reproduce text --size text-tiny"}  # by names of files
 GREEDY = "route_tau=0"
 SETTINGS = ("paper", "duo")
 CONVENTIONS = ("exact", "nelbo", "objective", "bound", "iw")  # order of the columns
@@ -36,10 +37,16 @@ FIGURES = {
     "gen-ppl.png": "generative perplexity, entropy and MAUVE against the number of network calls",
     "latent.png": "the latent in the course of training: usage and route KL by block, both terms of the loss",
 }
-EMPTY = "*No numbers here yet: run `emoe reproduce text`.*"
+ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and say something of the text
+EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
 DASH = "—"
 
 Table = tuple[list[str], list[list[str]]]
+
+
+def files_of(size: str) -> str:
+    """How the names of files and blocks begin: recipes of a size for a CPU have their own, all others share theirs."""
+    return size if size in COMMANDS else TASK
 
 
 # --- Which rows --------------------------------------------------------------------------------------------------
@@ -320,6 +327,56 @@ def latent_table(results: Results, data: str) -> Table:
     return [data, "block", *LATENT.values()], lines
 
 
+def checks_table(results: Results, data: str, setting: str) -> Table:
+    """What a latent is for, yes or no: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
+    groups = models(results, data)
+    mdlm = [rows for model, rows in groups.items() if model.method == "mdlm"]
+    latent = {model: rows for model, rows in groups.items() if blocks_of(rows)}
+    steps = steps_of((row for rows in latent.values() for row in rows), "gen_ppl")[:2] if mdlm else []
+    lines = [
+        [model.label, _alive(rows), _gain(rows), *(_against(rows, mdlm[0], setting, nfe) for nfe in steps)]
+        for model, rows in latent.items()
+    ]
+    told = [f"below MDLM at NFE {nfe}, equal H" for nfe in steps]
+    return [data, "half of the blocks in use", "coordination gain above 0", *told], lines
+
+
+def _alive(rows: Sequence[Row]) -> str:
+    """How many blocks have routes that vary and say something of the text, at the end of training."""
+    ends = [
+        [training_points(rows, f"{name}/block{block}")[-1:] for name in ("usage_entropy", "route_kl")]
+        for block in blocks_of(rows)
+    ]
+    found = [(usage[0][1], kl[0][1]) for usage, kl in ends if usage and kl]
+    alive = sum(usage > ALIVE_USAGE and kl > ALIVE_KL for usage, kl in found)
+    return _verdict(2 * alive >= len(found), f"{alive} of {len(found)}") if found else DASH
+
+
+def _gain(rows: Sequence[Row]) -> str:
+    mean = mean_of(rows, "coordination_gain", convention="bound@1")
+    return DASH if mean is None else _verdict(mean.mean > 0, f"{mean.mean:+.3f}".replace("-", "\N{MINUS SIGN}"))
+
+
+def _against(rows: Sequence[Row], other: Sequence[Row], setting: str, nfe: int) -> str:
+    """Perplexities of two models' samples and how far apart their entropies are; no verdict where they are too far."""
+    pairs = [
+        (mean_of(part, "gen_ppl", nfe=nfe, convention=setting), mean_of(part, "entropy", nfe=nfe))
+        for part in (rows, other)
+    ]
+    (ours, entropy), (theirs, level) = pairs
+    if ours is None or theirs is None or entropy is None or level is None:
+        return DASH
+    apart = entropy.mean - level.mean
+    told = f"{ours.mean:.1f} against {theirs.mean:.1f}\nH {apart:+.3f}".replace("-", "\N{MINUS SIGN}")
+    if abs(apart) > EQUAL_ENTROPY:
+        return f"not at equal H\n{told}"
+    return _verdict(ours.mean < theirs.mean, told)
+
+
+def _verdict(holds: bool, told: str) -> str:
+    return f"{'yes' if holds else 'no'}: {told}"
+
+
 # --- Notes -------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +464,12 @@ LATENT_NOTE = (
     "the latent in nats per token, of VADD too. *Italics*: the paper."
 )
 
+CHECKS_NOTE = (
+    f"A block is in use if the entropy of its usage is above {ALIVE_USAGE:g} nat and its route KL above {ALIVE_KL:g} "
+    "nats per position. Perplexities are compared, setting `{setting}`, where the entropies H of the samples are "
+    f"within {EQUAL_ENTROPY:g} nats."
+)
+
 
 # --- Pages -------------------------------------------------------------------------------------------------------
 
@@ -488,14 +551,29 @@ def latent_markdown(results: Results) -> str:
     )
 
 
+def checks_markdown(results: Results) -> str:
+    """What holds and what does not."""
+    return "\n".join(
+        part
+        for data in data_of(results)
+        for setting in settings_of(results.only(data=data))[:1]
+        if (
+            part := _part(
+                checks_table(results, data, setting), f"{CHECKS_NOTE.format(setting=setting)} {_made(results, data)}"
+            )
+        )
+    )
+
+
 PARTS: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "text-gen-ppl": ("Generative perplexity", gen_ppl_markdown),
-    "text-mauve": ("MAUVE", mauve_markdown),
-    "text-collapse": ("Switching the mixture off", collapse_markdown),
-    "text-likelihood": ("Test perplexity under named likelihoods", likelihood_markdown),
-    "text-zero-shot": ("Text from elsewhere", zero_shot_markdown),
-    "text-design": ("Passes, parameters, time", design_markdown),
-    "text-latent": ("The latent by block", latent_markdown),
+    "checks": ("What holds", checks_markdown),
+    "gen-ppl": ("Generative perplexity", gen_ppl_markdown),
+    "mauve": ("MAUVE", mauve_markdown),
+    "collapse": ("Switching the mixture off", collapse_markdown),
+    "likelihood": ("Test perplexity under named likelihoods", likelihood_markdown),
+    "zero-shot": ("Text from elsewhere", zero_shot_markdown),
+    "design": ("Passes, parameters, time", design_markdown),
+    "latent": ("The latent by block", latent_markdown),
 }
 
 
@@ -506,22 +584,28 @@ def text_tables(results: Results) -> str:
     return "\n".join(f"## {title}\n\n{text}" for title, text in found.items() if text)
 
 
-def _register(name: str, make: Callable[[Results], str]) -> None:
-    @generator(name)
+def _register(study: str) -> None:
+    for part, (_, make) in PARTS.items():
+        _register_table(study, part, make)
+
+    @generator(f"{study}-figures")
+    def figures(folder: Path) -> str:
+        """The figures that are there, and the page of samples."""
+        here = [name for name in FIGURES if (folder / "figures" / f"{study}-{name}").exists()]
+        shown = [f"![{FIGURES[name]}](../{folder.name}/figures/{study}-{name})" for name in here]
+        page = f"{study}-samples.md"
+        if (folder / page).exists():
+            shown.append(f"Samples of all methods side by side: [{page}](../{folder.name}/{page}).")
+        return "\n\n".join(shown) or f"*No figures here yet: run `{COMMANDS[study]}`.*"
+
+
+def _register_table(study: str, part: str, make: Callable[[Results], str]) -> None:
+    @generator(f"{study}-{part}")
     def block(folder: Path) -> str:
-        path = folder / f"{TASK}.json"
-        return (make(text_rows(Results.load(path))) if path.exists() else "") or EMPTY
+        path = folder / f"{study}.json"
+        found = make(text_rows(Results.load(path))) if path.exists() else ""
+        return found or f"*No numbers here yet: run `{COMMANDS[study]}`.*"
 
 
-for _name, (_, _make) in PARTS.items():
-    _register(_name, _make)
-
-
-@generator("text-figures")
-def figures(folder: Path) -> str:
-    """The figures that are there, and the page of samples."""
-    here = [name for name in FIGURES if (folder / "figures" / f"text-{name}").exists()]
-    shown = [f"![{FIGURES[name]}](../{folder.name}/figures/text-{name})" for name in here]
-    if (folder / "text-samples.md").exists():
-        shown.append(f"Samples of all methods side by side: [text-samples.md](../{folder.name}/text-samples.md).")
-    return "\n\n".join(shown) or "*No figures here yet: run `emoe reproduce text`.*"
+for _study in COMMANDS:
+    _register(_study)

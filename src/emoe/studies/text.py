@@ -43,6 +43,7 @@ from emoe.evaluation.text_blocks import (
     SETTINGS,
     TASK,
     data_of,
+    files_of,
     gen_ppl_table,
     in_setting,
     judge_note,
@@ -116,9 +117,10 @@ def main(words: list[str]) -> int:
     judge = judge_experiment(args.size, settings, judge_steps)
     where = pick_device(args.device)
     jobs = parse_jobs(args.jobs) or (1 if where.type == "cuda" else torch.get_num_threads())
-    folder = Path(args.results)
+    folder, stem = Path(args.results), files_of(args.size)
     study = make_study(
-        "reproduce text", _without_places(words), folder=Path(args.runs), results=folder / "text.json",
+        "reproduce text", _without_places(words), folder=Path(args.runs or f"runs/{stem}"),
+        results=folder / f"{stem}.json",
         device=args.device, quiet=args.quiet, jobs=jobs,
     )  # fmt: skip
     study.deadline, study.stops, study.sampled, study.tolerant = deadline, True, False, True
@@ -134,7 +136,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="emoe reproduce text",
         description="Train models of text; measure named likelihoods, samples at each NFE and, under a judge that was "
-        "trained on other text, their perplexity and MAUVE; write text.json, text.md, figures and text-samples.md. "
+        "trained on other text, their perplexity and MAUVE; write text.json, text.md, figures and text-samples.md, "
+        "or text-tiny.json and so on with --size text-tiny. "
         "Each stage can run alone (--only) and on another machine: scoring needs the folder pools/ and the judge's "
         "text, drawing needs text.json, pools/ and features/. Killed, or out of --budget, it continues with the same "
         "command. Fields of all recipes can be overridden, for instance --train.steps 200 for a try.",
@@ -168,7 +171,7 @@ def make_parser() -> Parser:
     add("--merge", nargs="+", default=[], metavar="FILE", help="results files of other machines to take in first")
     add("--seeds", default="0", help="seeds (default 0)")
     add("--budget", metavar="MINUTES", help="at this time training is stopped and saved, and nothing else starts")
-    add("--runs", default="runs/text", help="where run folders, pools and features go (default runs/text)")
+    add("--runs", help="where run folders, pools and features go (default runs/text, or runs/text-tiny)")
     add("--results", default="results", help="folder of text.json, text.md and figures (default results)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     add("--jobs", default="0", help="runs trained at once; 0 = one on a GPU, one for each core on a CPU")
@@ -630,7 +633,7 @@ class Chain:
         if not same:  # after the rows: whoever finds these files must find the rows
             archive.save()
             kept.save()
-        _write(self.folder / "text-judge.json", json.dumps(archive.manifest, indent=1, sort_keys=True) + "\n")
+        _write(self.folder / f"{self.stem}-judge.json", json.dumps(archive.manifest, indent=1, sort_keys=True) + "\n")
         return archive, pca
 
     def _judge_rows(self, run: JudgeRun, judge: RunJudge, text: Text, rows: Tensor, pca: PCA) -> list[Row]:
@@ -659,17 +662,16 @@ class Chain:
             self.study.note("nothing is measured yet")
             return
         results, written = text_rows(Results.load(self.study.results)), []
-        pages = {self.folder / "text.md": text_tables(results)}
-        samples = samples_page(self._by_text(self._archives()))
+        tables, beside = self.folder / f"{self.stem}.md", self.folder / f"{self.stem}-samples.md"
+        pages = {tables: text_tables(results)}
+        samples = samples_page(self._by_text(self._archives()), tables.name)
         if samples:
-            pages[self.folder / "text-samples.md"] = samples
+            pages[beside] = samples
         elif self._archives():
-            self.study.note(
-                "text-samples.md: not written, no set here has the words of these tokens; give --set FOLDER"
-            )
+            self.study.note(f"{beside.name}: not written, no set here has the words of these tokens; give --set FOLDER")
         written += [page for page, text in pages.items() if _write(page, text)]
         for name, make in (("gen-ppl", curves), ("latent", latent_curves)):
-            path = self.folder / "figures" / f"text-{name}.png"
+            path = self.folder / "figures" / f"{self.stem}-{name}.png"
             if path.exists() and path.stat().st_mtime_ns >= self.study.results.stat().st_mtime_ns:
                 continue
             try:
@@ -713,6 +715,11 @@ class Chain:
             self.study.add(fresh)
 
     # --- what the stages share
+
+    @property
+    def stem(self) -> str:
+        """How the names of results files begin."""
+        return self.study.results.stem
 
     def _archives(self) -> list[Archive]:
         return [Archive.open(path) for path in sorted((self.study.folder / "pools").glob("*.npz"))]

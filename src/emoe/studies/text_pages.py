@@ -34,8 +34,13 @@ def escape(text: str) -> str:
     return _SIGNS.sub(r"\\\1", escape_html(text, quote=False))
 
 
-def samples_page(groups: Sequence[tuple[Text | None, Sequence[Archive]]], count: int = SHOWN) -> str:
-    """The first samples of every pool, side by side for each NFE; empty where there are none, or no words for them."""
+def samples_page(
+    groups: Sequence[tuple[Text | None, Sequence[Archive]]], tables: str = "text.md", count: int = SHOWN
+) -> str:
+    """The first samples of every pool, side by side for each NFE; empty where there are none, or no words for them.
+
+    `tables` is the page that has their numbers.
+    """
     parts = []
     common = _common([archive for text, archives in groups if text is not None for archive in archives])
     for text, archives in groups:
@@ -55,7 +60,7 @@ def samples_page(groups: Sequence[tuple[Text | None, Sequence[Archive]]], count:
         return ""
     told = (
         f"# Samples\n\nThe first {count} of each pool, not chosen, by the moving average of the weights; special "
-        "tokens by their names. A low generative perplexity can hide repetition: read them beside `text.md`."
+        f"tokens by their names. A low generative perplexity can hide repetition: read them beside `{tables}`."
         f"{f' All with `{as_words(common)}`.' if common else ''}\n"
     )
     return "\n".join([told, *parts])
