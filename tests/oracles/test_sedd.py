@@ -15,6 +15,7 @@ from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.dit import DiTConfig
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
+from emoe.diffusion import score
 from emoe.diffusion.score import log_score, score_entropy, tweedie_distribution, tweedie_step
 from emoe.evaluation.likelihood import default_conventions
 from emoe.evaluation.pools import draw_pool
@@ -147,7 +148,11 @@ def test_analytic_step_is_tweedies_formula(mask_id: int):
 
 @pytest.mark.parametrize("shift", [0.0, 1.2], ids=["open", "surely revealed"])
 @pytest.mark.parametrize("alpha_s", [0.6, 1.0])
-def test_drawn_steps_follow_the_analytic_distribution(alpha_s: float, shift: float):
+@pytest.mark.parametrize("at_once", [7_000, 10**6], ids=["in parts", "together"])
+def test_drawn_steps_follow_the_analytic_distribution(
+    alpha_s: float, shift: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(score, "AT_ONCE", at_once)
     n, alpha_t = 60_000, 0.3
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 2, 4, generator=draw, dtype=torch.float64) + shift

@@ -19,6 +19,8 @@ from emoe.diffusion.times import grid_times
 from emoe.rng import Rng
 from emoe.types import StepEvent
 
+AT_ONCE = 4096  # positions whose scores are looked at in float64 at a time
+
 LogScore = Callable[[Int[Tensor, "B L"], Float[Tensor, " B"]], Float[Tensor, "B L V"]]
 """(x_t, t) -> log s: one network call, one NFE."""
 
@@ -91,14 +93,20 @@ def tweedie_step(
     min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. alpha_s = 1 reveals all.
     """
     is_mask = torch.arange(log_s.shape[-1], device=log_s.device) == mask_id
-    log_s = log_s.double().masked_fill(is_mask, NEG_INF)
+
+    def over(positions: Bool[Tensor, "B L"], value: Callable[[Tensor], Tensor]) -> Tensor:
+        # Some positions at a time: in float64 all B * L * V numbers would be most of a step's work and memory.
+        parts = log_s[positions].split(AT_ONCE)
+        return torch.cat([value(part.double().masked_fill(is_mask, NEG_INF)) for part in parts])
+
     u = torch.rand(xt.shape, generator=reveal, device=xt.device, dtype=torch.float64)
     revealed = xt == mask_id
     if alpha_s < 1:
         r = alpha_t / (1 - alpha_t)
         a = float(reveal_probability(alpha_s, alpha_t))
-        revealed = revealed & (u < a / r * log_s.logsumexp(-1).exp())
-    return torch.where(revealed, draw_categorical(log_s, token), xt), revealed
+        chance = a / r * over(revealed, lambda part: part.logsumexp(-1)).exp()
+        revealed = revealed.masked_scatter(revealed, u[revealed] < chance)
+    return xt.masked_scatter(revealed, over(revealed, lambda part: draw_categorical(part, token))), revealed
 
 
 @torch.no_grad()
