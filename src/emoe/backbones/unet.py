@@ -150,7 +150,7 @@ def joined(
 ) -> Float[Tensor, "B _2C _H _W"]:
     """A convolution with its bias, and another map beside it."""
     fused = _fused(h)
-    if fused is None or not fused.JOIN:
+    if fused is None:
         return torch.cat([convolved(conv, h, weights), skip], dim=1)
     return fused.join_bias(convolve(conv, h, weights), conv.bias, skip)
 
@@ -186,7 +186,7 @@ def norm_silu(
 def doubled(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
     """Each pixel copied to 2x2; autocast would make single precision of it."""
     fused = _fused(h)
-    if fused is not None and fused.DOUBLE:
+    if fused is not None:
         return fused.doubled(h)
     with torch.autocast(h.device.type, enabled=False):
         return nnf.interpolate(h, scale_factor=2, mode="nearest")

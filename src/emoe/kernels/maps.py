@@ -34,8 +34,6 @@ WARPS = 8
 LAST_ADDS = True  # the last program adds up what all have found, instead of another kernel
 ROWS = 128  # rows of a map that one program adds up, at least
 ADDERS = 256  # programs that add up the rows of a map, about
-JOIN = True  # a bias is added where a map is joined with another, instead of before
-DOUBLE = True  # pixels are copied by a kernel of this module
 TURNED_FROM = 1024  # positions of a map from which on `convolution` beats what cuDNN takes for a gradient
 
 

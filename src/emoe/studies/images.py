@@ -114,7 +114,7 @@ def main(words: list[str], data: str = "mnist") -> int:
 def make_parser(data: str) -> Parser:
     """The options."""
     about = {
-        "mnist": "on binarised MNIST (hours on a data-centre GPU)",
+        "mnist": "on binarised MNIST (about an hour on a data-centre GPU)",
         "digits": "on the small digits that come with the package",
     }[data]
     parser = Parser(
