@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ def kernels(name: str) -> ModuleType | None:
     return importlib.import_module(f"emoe.kernels.{name}") if kernels_wanted() else None
 
 
+@functools.cache
+def _options() -> dict[str, Any]:
+    """Softmax as it is written: over a handful of numbers the compiler's own form does not pay, as it warns itself."""
+    import torch._inductor.config as config
+
+    return {"online_softmax": False} if hasattr(config, "online_softmax") else {}
+
+
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Compile a function of tensors for training on a GPU; with a CPU, or without gradients, it runs as written.
 
@@ -47,7 +55,7 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
         config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own
         if not made:
-            made.append(torch.compile(function, dynamic=False, fullgraph=True))
+            made.append(torch.compile(function, dynamic=False, fullgraph=True, options=_options()))
         return made[0](*args, **kwargs)
 
     return call

@@ -25,7 +25,7 @@ from emoe.rng import Rng
 from emoe.routing import routes
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
 from emoe.routing.experts import RoutedExperts
-from emoe.routing.kl import usage_shortfall
+from emoe.routing.kl import compare, usage_shortfall
 from emoe.routing.routes import carried, carries, draw, gumbel_rao_weights, reinmax_weights, straight_through
 from emoe.types import BackboneOut, Convention, Gate
 from emoe.verify import exact_terms
@@ -725,11 +725,11 @@ def test_free_nats_and_masked_positions_change_what_training_counts(tiny, draws:
 def test_usage_floor_counts_the_missing_entropy(tiny):
     share = torch.tensor([0.5, 0.25, 0.25]).double()
     entropy = 1.5 * math.log(2)
-    logits = share.log().expand(2, 3, 3)
-    assert usage_shortfall(logits, 1.5).item() == pytest.approx(1.5 - entropy, abs=1e-14)
-    assert usage_shortfall(logits, entropy - 0.01).item() == 0
+    assert usage_shortfall(share, 1.5).item() == pytest.approx(1.5 - entropy, abs=1e-14)
+    assert usage_shortfall(share, entropy - 0.01).item() == 0
     certain = 400 * torch.eye(2).double()[None]  # each position is certain, all experts are in use
-    assert usage_shortfall(certain, 1.0).item() == pytest.approx(1 - math.log(2), abs=1e-12)
+    chance = compare([certain], [certain], [certain.argmax(-1)]).chance
+    assert usage_shortfall(chance, 1.0).item() == pytest.approx(1 - math.log(2), abs=1e-12)
     method = tiny(EMoEConfig(experts=3, balance=0.25, balance_form="floor", usage_floor=1.2))
     x0, xt, t = batch_of(Enumeration(method))
     with recorded(method) as seen:

@@ -15,6 +15,7 @@ from torch.nn import functional as nnf
 
 from emoe.backbones import unet
 from emoe.diffusion import chunks
+from emoe.kernels.aside import Aside
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
 
@@ -37,6 +38,7 @@ def unchecked(name: str) -> ModuleType:
     return module
 
 
+convs: Any = unchecked("emoe.kernels.convs")
 maps: Any = unchecked("emoe.kernels.maps")
 head: Any = unchecked("emoe.kernels.head")
 
@@ -76,22 +78,32 @@ def test_norm_film_and_silu(
     bias = normal(channels, seed=3) if with_bias else None
     film = normal(batch, 2 * channels, seed=4) if with_film else None
     leaves = [leaf for leaf in (x, gamma, beta, bias, film) if leaf is not None]
-    mine = maps.norm_silu(x, gamma, beta, groups, bias=bias, film=film)
+    mine, same = maps.norm_silu(x, gamma, beta, groups, bias=bias, film=film)
+    assert torch.equal(same, x)
     assert mine.is_contiguous(memory_format=torch.channels_last)
     assert_equal(mine, plain(x, gamma, beta, groups, bias, film), leaves, normal(*x.shape, seed=5).detach())
 
 
-@pytest.mark.parametrize("last_adds", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_norms_in_several_rounds(packed: bool, last_adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LARGEST": 1024, "ROUND": 0, "PACKED": packed, "LAST_ADDS": last_adds}.items():
+def test_what_reads_the_input_of_a_norm_beside_it() -> None:
+    x, other = normal(3, 24, 6, 6, seed=0), normal(3, 24, 6, 6, seed=1)
+    gamma, beta = normal(24, seed=2), normal(24, seed=3)
+    mine, same = maps.norm_silu(x, gamma, beta, 3)
+    wanted = plain(x, gamma, beta, 3, None, None)
+    slope = normal(*x.shape, seed=4).detach()
+    assert_equal(mine + same * other, wanted + x * other, [x, gamma, beta, other], slope)
+    _, same = maps.norm_silu(x, gamma, beta, 3)  # the norm itself unread
+    assert torch.equal(torch.autograd.grad((same * slope).sum(), x)[0], slope)
+
+
+def test_norms_in_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LARGEST": 1024, "ROUND": 0}.items():
         monkeypatch.setattr(maps, name, value)
     parts, options = maps._options(2, 36, 72, 8)
-    assert (parts, options["COUNT"] > 1) == (2, packed)
+    assert (parts, options["COUNT"] > 1) == (2, True)
     assert options["COUNT"] * options["R"] < 36
     x, film = normal(2, 72, 6, 6, seed=0), normal(2, 144, seed=1)
     gamma, beta, bias = (normal(72, seed=seed) for seed in (2, 3, 4))
-    mine = maps.norm_silu(x, gamma, beta, 8, bias=bias, film=film)
+    mine, _ = maps.norm_silu(x, gamma, beta, 8, bias=bias, film=film)
     leaves = [x, gamma, beta, bias, film]
     assert_equal(mine, plain(x, gamma, beta, 8, bias, film), leaves, normal(*x.shape, seed=5).detach())
 
@@ -102,7 +114,7 @@ def test_norms_in_half_precision() -> None:
     film = normal(3, 144, seed=5).detach().bfloat16()
     halves = [x.requires_grad_(), gamma, beta, bias, film.requires_grad_()]
     singles = [leaf.detach().float().requires_grad_() for leaf in halves]
-    mine = maps.norm_silu(x, gamma, beta, 8, bias=bias, film=film)
+    mine, _ = maps.norm_silu(x, gamma, beta, 8, bias=bias, film=film)
     wanted = plain(singles[0], singles[1], singles[2], 8, singles[3], singles[4])
     found = [mine, *torch.autograd.grad((mine * weight).sum(), halves)]
     for a, b in zip(found, [wanted, *torch.autograd.grad((wanted * weight).sum(), singles)], strict=True):
@@ -115,8 +127,8 @@ def test_sums_over_rows_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) 
     x, z = normal(35, 8, 2, 2, seed=0), normal(1, 8, 72, 72, seed=1)
     gamma, beta, bias = (normal(8, seed=seed) for seed in (2, 3, 4))
     for mine, wanted, leaves in (
-        (maps.norm_silu(x, gamma, beta, 4), plain(x, gamma, beta, 4, None, None), [gamma, beta]),
-        (maps.add_bias(z, bias), z + bias[:, None, None], [bias]),
+        (maps.norm_silu(x, gamma, beta, 4)[0], plain(x, gamma, beta, 4, None, None), [gamma, beta]),
+        (maps.join_bias(z, bias, z)[:, :8], z + bias[:, None, None], [bias]),
     ):
         weight = normal(*mine.shape, seed=5).detach()
         first = torch.autograd.grad((mine * weight).sum(), leaves, retain_graph=True)
@@ -130,23 +142,11 @@ def test_a_large_mean_does_not_drown_the_variance() -> None:
     x = (normal(2, 16, 8, 8, seed=0).detach() + 1000).requires_grad_()
     gamma, beta = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE)
     wanted = plain(x.double(), gamma.double(), beta.double(), 8, None, None)
-    assert (maps.norm_silu(x, gamma, beta, 8) - wanted).abs().max() < 2e-3
+    assert (maps.norm_silu(x, gamma, beta, 8)[0] - wanted).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("last_adds", [False, True])
-@pytest.mark.parametrize("with_skip", [False, True])
-def test_bias_and_skip(with_skip: bool, last_adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "LAST_ADDS", last_adds)
-    x, bias = normal(3, 24, 20, 20, seed=0), normal(24, seed=1)  # 1,200 rows: several programs, the last not full
-    skip = normal(*x.shape, seed=2) if with_skip else None
-    wanted = x + bias[:, None, None] + (0 if skip is None else skip)
-    leaves = [leaf for leaf in (x, bias, skip) if leaf is not None]
-    assert_equal(maps.add_bias(x, bias, skip), wanted, leaves, normal(*x.shape, seed=3).detach())
-
-
-@pytest.mark.parametrize("last_adds", [False, True])
-def test_bias_and_a_map_beside_it(last_adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maps, "LAST_ADDS", last_adds)
+def test_bias_and_a_map_beside_it() -> None:
+    # 1,200 rows: several programs, the last not full
     x, bias, skip = normal(3, 24, 20, 20, seed=0), normal(24, seed=1), normal(3, 24, 20, 20, seed=2)
     mine, wanted = maps.join_bias(x, bias, skip), torch.cat([x + bias[:, None, None], skip], dim=1)
     assert mine.is_contiguous(memory_format=torch.channels_last)
@@ -161,18 +161,37 @@ def test_pixels_are_copied_to_squares(channels: int, side: int) -> None:
     assert_equal(mine, wanted, [x], normal(*wanted.shape, seed=1).detach())
 
 
-def test_a_convolution_with_turned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings() -> None:
+    table, slope = normal(3, 24, seed=0), normal(5, 40, 24, seed=1).detach()  # 200 rows: two programs
+    x = torch.randint(3, (5, 40), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    assert_equal(maps.embed(x, table, torch.float32, Aside()), nnf.embedding(x, table), [table], slope)
+    assert maps.embed(x, table, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("with_skip", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("size", "stride", "padding"), [(1, 1, 0), (3, 2, 1), (3, 1, 1)])
+@pytest.mark.parametrize("own", [False, True])
+def test_convolutions(
+    own: bool, size: int, stride: int, padding: int, with_bias: bool, with_skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    x, weight = normal(2, 36, 5, 5, seed=0), normal(24, 36, 3, 3, seed=1)
-    mine, wanted = maps.convolution(x, weight), nnf.conv2d(x, weight, padding=1)
-    assert torch.equal(maps.turned(weight), weight.flip(2, 3).transpose(0, 1))
-    assert_equal(mine, wanted, [x, weight], normal(*wanted.shape, seed=2).detach())
+    if own:
+        monkeypatch.setattr(convs, "fits", lambda x, weight: weight.shape[2:] == (3, 3))
+    x, weight = normal(2, 40, 6, 6, seed=0), normal(24, 40, size, size, seed=1)
+    bias, skip = normal(24, seed=2), normal(2, 24, 6 // stride, 6 // stride, seed=3)
+    wanted = nnf.conv2d(x, weight, bias if with_bias else None, stride, padding)
+    wanted = wanted + skip if with_skip else wanted
+    leaves = [x, weight] + [bias] * with_bias + [skip] * with_skip
+    given = {"bias": bias if with_bias else None, "skip": skip if with_skip else None}
+    mine = maps.convolution(x, weight, **given, stride=stride, padding=padding, aside=Aside())
+    assert_equal(mine, wanted, leaves, normal(*wanted.shape, seed=4).detach())
 
 
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])
 def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would round more than the bar allows
-    monkeypatch.setattr(maps, "TURNED_FROM", 64)  # maps of full size
+    monkeypatch.setattr(convs, "fits", lambda x, weight: weight.shape[2:] == (3, 3))  # in single precision too
     experiment = get_recipe(f"digits-{method}")
     domain = experiment.domain.build(0)
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from emoe.methods.emoe import EMoEConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng
 from emoe.routing.experts import RoutedExperts
-from emoe.routing.kl import load_balance, route_kl, routing_entropy, usage
+from emoe.routing.kl import compare, load_balance, route_kl, routing_entropy
 from emoe.routing.routes import draw, greedy, paired, replay, sharpened, straight_through
 from emoe.types import BackboneOut, Gate, Route
 
@@ -537,24 +537,43 @@ def test_a_method_with_all_rows_on_one_expert_trains_and_leaves_the_others_alone
 
 
 def test_load_balance_is_one_when_even_and_the_number_of_experts_when_collapsed():
+    def balance(logits: Tensor, route: Tensor) -> float:
+        found = compare([logits], [logits], [route])
+        return load_balance(found.chance, found.used).item()
+
     even = torch.arange(12).view(3, 4) % 4
-    assert load_balance(torch.zeros(3, 4, 4).double(), even).item() == pytest.approx(1, abs=1e-7)
+    assert balance(torch.zeros(3, 4, 4).double(), even) == pytest.approx(1, abs=1e-7)
     sharp = 200 * torch.nn.functional.one_hot(even, 4).double()
-    assert load_balance(sharp, even).item() == pytest.approx(1, abs=1e-7)
+    assert balance(sharp, even) == pytest.approx(1, abs=1e-7)
     one = torch.full((3, 4), 2)
     all_in = torch.tensor([0.0, 0, 200, 0]).double().expand(3, 4, 4)
-    assert load_balance(all_in, one).item() == pytest.approx(4, abs=1e-7)
-    assert usage(one, 4).tolist() == [0, 0, 1, 0] and usage(even, 4).tolist() == [0.25] * 4
-    logits = randn(3, 4, 4, seed=24).requires_grad_()
+    assert balance(all_in, one) == pytest.approx(4, abs=1e-7)
+    logits = randn(3, 4, 4, seed=24)
     share = torch.tensor([0.25, 0.25, 0.25, 0.25]).double()
     by_hand = 4 * (share * torch.softmax(logits, -1).mean((0, 1))).sum()
-    assert load_balance(logits, even).item() == pytest.approx(by_hand.item(), abs=1e-7)
+    assert balance(logits, even) == pytest.approx(by_hand.item(), abs=1e-7)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4, 4), (8, 2, 6)])
+def test_all_blocks_at_once_are_as_one_by_one(sizes: tuple[int, ...]):
+    post, prior = ([randn(3, size, 4, seed=s + d) for d, size in enumerate(sizes)] for s in (30, 40))
+    routes = [torch.randint(4, (3, size), generator=torch.Generator().manual_seed(d)) for d, size in enumerate(sizes)]
+    found = compare(post, prior, routes)
+    assert torch.allclose(found.kl, route_kl(post, prior), atol=1e-14)
+    for d, at in enumerate(found.kl_at.split(sizes, dim=1)):
+        assert torch.allclose(at.sum(1), found.kl[:, d], atol=1e-14)
+        assert torch.allclose(found.chance[d], torch.softmax(post[d], -1).mean((0, 1)), atol=1e-14)
+        counts = torch.bincount(routes[d].flatten(), minlength=4)
+        assert torch.allclose(found.used[d], counts / counts.sum().double(), atol=1e-14)
+        assert torch.allclose(found.post_entropy[d], routing_entropy(post[d]), atol=1e-14)
+        assert torch.allclose(found.prior_entropy[d], routing_entropy(prior[d]), atol=1e-14)
 
 
 def test_load_balance_pushes_the_router_away_from_the_busy_expert():
     logits = torch.zeros(1, 4, 3).double().requires_grad_()
     busy = torch.tensor([[0, 0, 0, 1]])
-    load_balance(logits, busy).backward()
+    found = compare([logits], [logits], [busy])
+    load_balance(found.chance, found.used).sum().backward()
     slope = logits.grad.sum((0, 1))
     assert slope[0] > 0 and slope[2] < slope[1] < slope[0]
 
@@ -586,10 +605,10 @@ def test_logged_numbers_describe_the_routers(tiny):
     assert total.item() == pytest.approx(out.kl.mean().item(), abs=1e-12)
     for d in (1, 2):
         post, prior = seen[0].route_logits[d - 1].chunk(2)
-        assert torch.equal(out.log[f"post_entropy/block{d}"], routing_entropy(post))
-        assert torch.equal(out.log[f"prior_entropy/block{d}"], routing_entropy(prior))
+        assert torch.allclose(out.log[f"post_entropy/block{d}"], routing_entropy(post), atol=1e-14)
+        assert torch.allclose(out.log[f"prior_entropy/block{d}"], routing_entropy(prior), atol=1e-14)
         counts = torch.bincount(seen[0].gates[d - 1].expert[: len(x0), :, 0].flatten(), minlength=3)
-        assert torch.allclose(out.log[f"usage/block{d}"], counts / counts.sum())
+        assert torch.allclose(out.log[f"usage/block{d}"], counts / counts.sum().double())
 
 
 # --- Options -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.layers import Router
 from emoe.backbones.unet import UNet, UNetConfig, as_map, as_rows
 from emoe.config import ConfigError
+from emoe.kernels.aside import Aside
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
@@ -156,8 +157,8 @@ def test_a_residual_block_starts_as_its_skip_and_routers_start_undecided():
     network = sizes().build(image_space(), Wants(experts=3))
     first, joined = network.blocks[0].residual, network.blocks[4].residual
     h, wide, cond = torch.randn(2, 8, 4, 4), torch.randn(2, 16, 4, 4), torch.randn(2, 16)
-    assert torch.equal(first(h, cond), h)
-    assert torch.equal(joined(wide, cond), joined.skip(wide))
+    assert torch.equal(first(h, cond, unet.Lent(first, h)), h)
+    assert torch.equal(joined(wide, cond, unet.Lent(joined, wide)), joined.skip(wide))
     x0, _, t = batch(dtype=torch.float32)
     assert all((block == 0).all() for block in network(x0, t, route=greedy()).route_logits)
 
@@ -178,7 +179,7 @@ def test_a_residual_block_is_its_formula(build):
     film = (cond @ block.film.weight.T)[..., None, None]
     u = norm(block.conv_in(silu(norm(h, block.norm_in))), block.norm_out)
     want = block.skip(h) + block.conv_out(silu((1 + film[:, :8]) * u + film[:, 8:]))
-    assert torch.allclose(block(h, block.film(cond)), want, atol=1e-12)
+    assert torch.allclose(block(h, block.film(cond), unet.Lent(block, h)), want, atol=1e-12)
 
 
 def test_router_logits_are_normalised_then_capped(scramble):
@@ -465,15 +466,17 @@ def test_comparisons_of_draws_judge_rows_or_squares(credit: str):
     assert torch.allclose(out.log["effective_draws"], (1 / weights.square().sum(1)).mean(), atol=1e-4)
 
 
-def test_weights_are_cast_together_as_one_by_one():
+def test_parameters_are_lent_as_one_by_one():
     generator = torch.Generator().manual_seed(5)
-    weights = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((4, 3, 3, 3), (2, 4, 1, 1))]
-    scales = [torch.randn(weight.shape, generator=generator).bfloat16() for weight in weights]
-    together = unet._Cast.apply(torch.bfloat16, *weights)
-    apart = [weight.bfloat16() for weight in weights]
-    for a, b in zip(together, apart, strict=True):
-        assert a.dtype == torch.bfloat16 and torch.equal(a, b)
-    losses = [sum((w * s).sum() for w, s in zip(cast, scales, strict=True)) for cast in (together, apart)]
-    found, wanted = (torch.autograd.grad(loss, weights) for loss in losses)
-    for a, b in zip(found, wanted, strict=True):
+    shapes = (4, 3, 3, 3), (2, 4, 1, 1), (4,), (2,)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    scales = [torch.randn(shape, generator=generator) for shape in shapes]
+    lent = unet._Lend.apply(Aside(), torch.bfloat16, 2, *leaves)
+    alone = [leaf.bfloat16() if len(leaf.shape) == 4 else leaf for leaf in leaves]
+    for a, b in zip(lent, alone, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    losses = [sum((w * s).sum() for w, s in zip(used[:3], scales, strict=False)) for used in (lent, alone)]
+    found, wanted = (torch.autograd.grad(loss, leaves, allow_unused=True) for loss in losses)
+    for a, b in zip(found[:3], wanted[:3], strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
+    assert found[3] is None  # who was not read gets no gradient

@@ -26,6 +26,7 @@ def time_features(t: Float[Tensor, " B"], size: int) -> Float[Tensor, "B F"]:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
+@compiled
 def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor, "*B L V"]:
     """Scores of all symbols but the mask, in at least single precision, with the mask's column put in at -inf."""
     scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -134,23 +135,25 @@ class Router(nn.Linear):
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
         logits = super().forward(x if self.norm is None else self.norm(x))
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if self.logit_norm is not None:
-            logits = _few_normed(logits, self.logit_norm.weight, self.logit_norm.bias, self.logit_norm.eps)
-        return logits if self.cap is None else _capped(logits, self.cap)
+        norm = self.logit_norm
+        if norm is None:
+            return logits if self.cap is None else _shaped(logits, None, None, 0.0, self.cap)
+        return _shaped(logits, norm.weight, norm.bias, norm.eps, self.cap)
 
 
 @compiled
-def _few_normed(
-    x: Float[Tensor, "*N E"], weight: Float[Tensor, " E"], bias: Float[Tensor, " E"], eps: float
+def _shaped(
+    x: Float[Tensor, "*N E"],
+    weight: Float[Tensor, " E"] | None,
+    bias: Float[Tensor, " E"] | None,
+    eps: float,
+    cap: float | None,
 ) -> Float[Tensor, "*N E"]:
-    """LayerNorm over few numbers, for which the library's kernels are not made."""
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
-
-
-@compiled
-def _capped(x: Float[Tensor, "*N E"], cap: float) -> Float[Tensor, "*N E"]:
-    return cap * torch.tanh(x / cap)
+    """LayerNorm over few numbers, for which the library's kernels are not made, and a soft cap."""
+    if weight is not None and bias is not None:
+        centred = x - x.mean(-1, keepdim=True)
+        x = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:

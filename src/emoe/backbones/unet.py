@@ -8,7 +8,7 @@ as rows (B, P, C) are a view.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
@@ -22,6 +22,8 @@ from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import RoutedMLP, held, kept, time_features, token_logits
 from emoe.compiled import kernels
 from emoe.config import ConfigError, option
+from emoe.diffusion.chunks import product_dtype
+from emoe.kernels.aside import Aside
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
@@ -101,86 +103,121 @@ def _fused(h: Tensor) -> ModuleType | None:
     return kernels("maps") if h.is_cuda and h.dtype != torch.float64 else None
 
 
-Weights = Mapping[nn.Module, Tensor]  # of convolutions, where they are not to be used as they are stored
+class _Lend(torch.autograd.Function):
+    """Parameters for one pass: the first `halves` in another precision by one kernel, and back by another.
 
-
-class _Cast(torch.autograd.Function):
-    """All tensors in another precision by one kernel, and their gradients back by another; autocast takes one each."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtype = tensors[0].dtype
-        made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-        torch._foreach_copy_(made, list(tensors))
-        return tuple(made)
+    Their gradients are computed beside the rest, and are complete from here on.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = [torch.empty_like(grad, dtype=ctx.dtype) for grad in grads]
-        torch._foreach_copy_(made, list(grads))
-        return None, *made
+    def forward(ctx: Any, aside: Aside, dtype: torch.dtype, halves: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.aside, ctx.dtypes = aside, [tensor.dtype for tensor in tensors]
+        made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors[:halves]]
+        if made:
+            torch._foreach_copy_(made, list(tensors[:halves]))
+        return *made, *(tensor.view_as(tensor) for tensor in tensors[halves:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.aside.join()
+        found: list[Tensor | None] = list(grads)
+        cast = {
+            i: torch.empty_like(grad, dtype=dtype)
+            for i, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True))
+            if grad is not None and grad.dtype != dtype
+        }
+        if cast:
+            torch._foreach_copy_(
+                list(cast.values()), [grad for i, grad in enumerate(grads) if i in cast and grad is not None]
+            )
+        for i, grad in cast.items():
+            found[i] = grad
+        return None, None, None, *found
 
 
-def half_weights(module: nn.Module, device: torch.device) -> Weights:
-    """The weights of all convolutions in the precision of autocast, for the kernels on a GPU; else nothing."""
-    if device.type != "cuda" or kernels("maps") is None or not torch.is_autocast_enabled("cuda"):
-        return {}
-    convs = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
-    return dict(zip(convs, _Cast.apply(torch.get_autocast_dtype("cuda"), *(c.weight for c in convs)), strict=True))
+class Lent:
+    """The parameters of convolutions, norms and embeddings as one pass uses them; without the kernels, as they are."""
+
+    def __init__(self, module: nn.Module, like: Tensor):
+        self.aside: Aside | None = None
+        self._made: dict[int, Tensor] = {}
+        if _fused(like) is None:
+            return
+        self.aside = Aside()
+        parts = [part for part in module.modules() if isinstance(part, nn.Conv2d | nn.GroupNorm | nn.Embedding)]
+        weights = [part.weight for part in parts if isinstance(part, nn.Conv2d)]
+        others = [p for part in parts for p in part.parameters() if not any(p is weight for weight in weights)]
+        half = product_dtype(like)
+        halves = len(weights) if half != like.dtype else 0
+        made = _Lend.apply(self.aside, half, halves, *weights, *others)
+        self._made = {id(p): tensor for p, tensor in zip([*weights, *others], made, strict=True)}
+
+    def __call__(self, parameter: Tensor | None) -> Any:
+        """What stands for a parameter."""
+        return self._made.get(id(parameter), parameter)
 
 
-def convolve(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
-    """A convolution without its bias, which the fused kernels add on their way."""
+def convolved(
+    conv: nn.Module, h: Float[Tensor, "B I H W"], lent: Lent, *, bias: bool = True, skip: Tensor | None = None
+) -> Float[Tensor, "B C _H _W"]:
+    """A convolution, with its bias and another map added; a bias that fused kernels add later is left out."""
     assert isinstance(conv, nn.Conv2d)
-    weight, fused = weights.get(conv, conv.weight), _fused(h)
-    if fused is not None and h.shape[2] * h.shape[3] >= fused.TURNED_FROM:
-        if conv.kernel_size == (3, 3) and conv.stride == (1, 1):
-            return fused.convolution(h.to(weight.dtype), weight)
-    return nnf.conv2d(h, weight, None, conv.stride, conv.padding)
-
-
-def convolved(conv: nn.Module, h: Float[Tensor, "B I H W"], weights: Weights) -> Float[Tensor, "B C _H _W"]:
-    """A convolution with its bias."""
     fused = _fused(h)
-    return conv(h) if fused is None else fused.add_bias(convolve(conv, h, weights), conv.bias)
+    if fused is None:
+        made = conv(h)
+        return made if skip is None else skip + made
+    weight = lent(conv.weight)
+    return fused.convolution(
+        h.to(weight.dtype),
+        weight,
+        lent(conv.bias) if bias else None,
+        skip,
+        stride=conv.stride[0],
+        padding=conv.padding[0],
+        aside=lent.aside,
+    )
 
 
 def joined(
-    conv: nn.Module, h: Float[Tensor, "B I H W"], skip: Float[Tensor, "B C _H _W"], weights: Weights
+    conv: nn.Module, h: Float[Tensor, "B I H W"], skip: Float[Tensor, "B C _H _W"], lent: Lent
 ) -> Float[Tensor, "B _2C _H _W"]:
     """A convolution with its bias, and another map beside it."""
     fused = _fused(h)
     if fused is None:
-        return torch.cat([convolved(conv, h, weights), skip], dim=1)
-    return fused.join_bias(convolve(conv, h, weights), conv.bias, skip)
+        return torch.cat([convolved(conv, h, lent), skip], dim=1)
+    assert isinstance(conv, nn.Conv2d)
+    return fused.join_bias(convolved(conv, h, lent, bias=False), lent(conv.bias), skip)
 
 
-def embed(token: nn.Embedding, x: Int[Tensor, "B L"]) -> Float[Tensor, "B L C"]:
-    """Embeddings of few symbols: on a GPU a product with one-hot rows, whose backward needs no sort of the tokens."""
-    if not x.is_cuda:
-        return token(x)
-    size = -(-token.num_embeddings // 8) * 8  # matrix products want multiples of 8
-    one_hot = (x[..., None] == torch.arange(size, device=x.device)).to(token.weight.dtype)
-    return one_hot @ nnf.pad(token.weight, (0, 0, 0, size - token.num_embeddings))
+def embed(token: nn.Embedding, x: Int[Tensor, "B L"], lent: Lent) -> Float[Tensor, "B L C"]:
+    """Embeddings of few symbols; on a GPU in the precision of convolutions."""
+    fused = _fused(token.weight)
+    return token(x) if fused is None else fused.embed(x, lent(token.weight), product_dtype(token.weight), lent.aside)
 
 
 def norm_silu(
     norm: nn.GroupNorm,
     h: Float[Tensor, "B C H W"],
+    lent: Lent,
     *,
     film: Float[Tensor, "B _2C"] | None = None,
     bias: Float[Tensor, " C"] | None = None,
-) -> Float[Tensor, "B C H W"]:
-    """SiLU((1 + s) norm(h + bias) + m), where film = [s, m]; in the precision of h, channels_last."""
+) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B C H W"]]:
+    """SiLU((1 + s) norm(h + bias) + m), where film = [s, m], in the precision of h, channels_last; and h to go on with.
+
+    `bias` is for the fused kernels alone: that of a convolution which left it out.
+    """
     fused = _fused(h)
     if fused is not None:
-        return fused.norm_silu(h, norm.weight, norm.bias, norm.num_groups, bias=bias, film=film)
-    v = norm(h if bias is None else h + bias[:, None, None])
+        weight, shift = lent(norm.weight), lent(norm.bias)
+        return fused.norm_silu(h, weight, shift, norm.num_groups, bias=lent(bias), film=film, aside=lent.aside)
+    v = norm(h)
     if film is not None:
         scale, shift = film[..., None, None].chunk(2, dim=1)
         v = (1 + scale) * v + shift
     # GroupNorm on a GPU leaves channels_last and half precision: back to them
-    return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last)
+    return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last), h
 
 
 def doubled(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
@@ -213,20 +250,13 @@ class Residual(nn.Module):
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
     def forward(
-        self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None, weights: Weights | None = None
+        self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None, lent: Lent
     ) -> Float[Tensor, "B C H W"]:
         """Features of the same side."""
-        weights = {} if weights is None else weights
-        fused = _fused(h)
-        if fused is None:
-            u = self.conv_in(norm_silu(self.norm_in, h))
-            return (h if self.skip is None else self.skip(h)) + self.conv_out(norm_silu(self.norm_out, u, film=film))
-        u = convolve(self.conv_in, norm_silu(self.norm_in, h), weights)
-        v = convolve(self.conv_out, norm_silu(self.norm_out, u, film=film, bias=self.conv_in.bias), weights)
-        if self.skip is None:
-            return fused.add_bias(v, self.conv_out.bias, h)
-        assert self.conv_out.bias is not None and self.skip.bias is not None
-        return fused.add_bias(v, self.conv_out.bias + self.skip.bias, convolve(self.skip, h, weights))
+        u, h = norm_silu(self.norm_in, h, lent)
+        u = convolved(self.conv_in, u, lent, bias=False)
+        v, _ = norm_silu(self.norm_out, u, lent, film=film, bias=self.conv_in.bias)
+        return convolved(self.conv_out, v, lent, skip=h if self.skip is None else convolved(self.skip, h, lent))
 
 
 @dataclass
@@ -235,7 +265,7 @@ class Flow:
 
     films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
     route: Route | None
-    weights: Weights
+    lent: Lent
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
     logits: list[Tensor] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
@@ -276,7 +306,7 @@ class Block(nn.Module):
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
-        h = self.residual(h, flow.films.pop(0), flow.weights)
+        h = self.residual(h, flow.films.pop(0), flow.lent)
         if self.branch is None:
             return h
         if flow.route is None:
@@ -336,22 +366,23 @@ class UNet(Backbone):
         route: Route | None = None,
     ) -> BackboneOut:
         """See `Backbone.forward`."""
-        rows = embed(self.token, x)
+        lent = Lent(self, self.token.weight)
+        rows = embed(self.token, x, lent)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
-        flow = Flow(self._films(t, cond), route, half_weights(self, x.device))
+        flow = Flow(self._films(t, cond), route, lent)
         blocks = iter(self.blocks)
-        h = next(blocks)(convolved(self.stem, as_map(rows), flow.weights), flow)
+        h = next(blocks)(convolved(self.stem, as_map(rows), flow.lent), flow)
         flow.skips.append(h)
         for down in self.down:
-            h = next(blocks)(convolved(down, h, flow.weights), flow)
+            h = next(blocks)(convolved(down, h, flow.lent), flow)
             flow.skips.append(h)
         h = next(blocks)(h, flow)
         h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         for up in self.up:
-            h = next(blocks)(joined(up, doubled(h), flow.skips.pop(), flow.weights), flow)
+            h = next(blocks)(joined(up, doubled(h), flow.skips.pop(), flow.lent), flow)
         h = next(blocks)(h, flow)
-        logits = token_logits(self.head(as_rows(norm_silu(self.norm, h))), self.mask_id)
+        logits = token_logits(self.head(as_rows(norm_silu(self.norm, h, flow.lent)[0])), self.mask_id)
         return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
@@ -406,11 +437,11 @@ class Encoder(nn.Module):
     ) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         dtype = self.token.weight.dtype
-        rows = embed(self.token, x0) + marks[..., None].to(dtype) * self.mark
+        lent = Lent(self, self.token.weight)
+        rows = embed(self.token, x0, lent) + marks[..., None].to(dtype) * self.mark
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
-        weights = half_weights(self, x0.device)
-        h = convolved(self.stem, as_map(rows), weights)
+        h = convolved(self.stem, as_map(rows), lent)
         for down, block in zip(self.down, self.blocks, strict=True):
-            h = block(convolved(down, h, weights), None, weights)
-        pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
+            h = block(convolved(down, h, lent), None, lent)
+        pooled = self.head(norm_silu(self.norm, h, lent)[0].mean((2, 3)))
         return pooled if pooled.dtype == torch.float64 else pooled.float()

@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from emoe.compiled import compiled
 from emoe.diffusion.categorical import draw_categorical
 from emoe.types import TokenSpace
 
 NEG_INF = float("-inf")
+FEW = 16  # symbols up to which a sum over them all is quicker than an index, whose gradient has to be scattered
 
 
 def mask_tokens(
@@ -34,15 +36,25 @@ def forward_distribution(x: Int[Tensor, "B L"], keep: float, mask_id: int, size:
     return stay
 
 
+@compiled
 def subs(logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int) -> Float[Tensor, "B L V"]:
     """log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
 
     At masked positions log_softmax over all symbols but the mask; elsewhere 0 at x_t and -inf at the rest.
     """
-    is_mask = torch.arange(logits.shape[-1], device=logits.device) == mask_id
-    predicted = torch.log_softmax(logits.masked_fill(is_mask, NEG_INF), dim=-1)
-    copied = torch.full_like(predicted, NEG_INF).scatter_(-1, xt[..., None], 0.0)
+    symbol = torch.arange(logits.shape[-1], device=logits.device)
+    predicted = torch.log_softmax(logits.masked_fill(symbol == mask_id, NEG_INF), dim=-1)
+    copied = torch.where(symbol == xt[..., None], 0.0, NEG_INF).to(predicted.dtype)
     return torch.where((xt == mask_id)[..., None], predicted, copied)
+
+
+@compiled
+def log_chosen(log_x_theta: Float[Tensor, "*B L V"], x: Int[Tensor, "*B L"]) -> Float[Tensor, "*B L"]:
+    """log <x_theta^l, x^l> at every position."""
+    if log_x_theta.shape[-1] > FEW:
+        return log_x_theta.gather(-1, x[..., None]).squeeze(-1)
+    symbol = torch.arange(log_x_theta.shape[-1], device=x.device)
+    return torch.where(symbol == x[..., None], log_x_theta, 0.0).sum(-1)
 
 
 def masked_nll(log_x_theta: Float[Tensor, "B L V"], x0: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
@@ -50,7 +62,7 @@ def masked_nll(log_x_theta: Float[Tensor, "B L V"], x0: Int[Tensor, "B L"]) -> F
 
     Clean positions contribute exactly 0, because SUBS copies them.
     """
-    return -log_x_theta.gather(-1, x0[..., None]).squeeze(-1).sum(-1)
+    return -log_chosen(log_x_theta, x0).sum(-1)
 
 
 def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tensor | float:

@@ -4,9 +4,9 @@ PyTorch's GroupNorm leaves channels_last and, under autocast, single precision, 
 kernels with copies between layouts; here they are one forward and one backward. Both functions say what they compute;
 `backbones.unet` holds the plain form, which everything but a GPU runs, and tests hold the two together.
 
-All maps are channels_last. Sums are in single precision and in a fixed order, so equal inputs give equal bits. For sums
-over rows each program writes what it has found, and the last to finish adds it all up: it knows by a counter, which the
-forward pass has set to 0. Each call has its own counter, which no other stream and no other CUDA graph can touch.
+All maps are channels_last. Sums are in single precision and in a fixed order, so equal inputs give equal bits. For the
+gradient of a bias each program writes what it has found, and the last to finish adds it all up: it knows by a counter.
+Gradients of parameters run beside the rest where an `Aside` is given.
 """
 
 # Triton's names are no types for a checker, and tensors in a kernel have no shapes to annotate.
@@ -16,7 +16,8 @@ forward pass has set to 0. Each call has its own counter, which no other stream 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -24,17 +25,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from emoe.kernels import convs
+from emoe.kernels.aside import Aside
+
+Result = TypeVar("Result")
 PROGRAMS = 128  # about as many as a large GPU has multiprocessors
 WIDTH = 36  # channels that one program treats, about: a map with more is cut where its groups allow
 LARGEST = 16384  # numbers of a map that a program holds at once, at most
 ROUND = 2048  # numbers that a program could treat while it waits for memory, once in each round of a loop
-PACKED = True  # several positions side by side where that leaves fewer threads idle
 UNROLL = 2  # rounds of a loop whose loads may be under way together
 WARPS = 8
-LAST_ADDS = True  # the last program adds up what all have found, instead of another kernel
 ROWS = 128  # rows of a map that one program adds up, at least
 ADDERS = 256  # programs that add up the rows of a map, about
-TURNED_FROM = 1024  # positions of a map from which on `convolution` beats what cuDNN takes for a gradient
 
 
 @triton.jit
@@ -109,18 +111,16 @@ def _is_last(done, programs):
 
 @triton.jit
 def _norm_forward(
-    x, bias, gamma, beta, film, film_stride, y, stats, done, eps, P: tl.constexpr, C: tl.constexpr,
+    x, bias, gamma, beta, film, film_stride, y, stats, eps, P: tl.constexpr, C: tl.constexpr,
     EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr, LAST_ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr,
 ):  # fmt: skip
     row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     real = c < WIDTH
     channel = tl.program_id(1) * WIDTH + c
     start = row.to(tl.int64) * P * C + tl.program_id(1) * WIDTH
     offset, place = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
-    if LAST_ADDS:  # the counter of the backward pass
-        tl.store(done + tl.program_id(1), 0)
     # Sums of distances from the first position: the difference of two large numbers would lose the variance.
     first = tl.load(x + start + lane % WIDTH)
     origin = first.to(tl.float32)
@@ -165,10 +165,10 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    x, gamma, beta, film, film_stride, stats, dy, dx, dfilm, partial, sums, done, B: tl.constexpr, P: tl.constexpr,
+    x, gamma, beta, film, film_stride, stats, dy, dskip, dx, dfilm, partial, B: tl.constexpr, P: tl.constexpr,
     C: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr, LAST_ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FILM: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
     row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     real = c < WIDTH
@@ -209,6 +209,8 @@ def _norm_backward(
         dz = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         dz *= _silu_slope(u * slope[None, :] + level[None, :])
         du = dz * slope[None, :] + (u * slope_du[None, :] + level_du[None, :])
+        if HAS_SKIP:
+            du += tl.load(dskip + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, du.to(dx.dtype.element_ty), mask=inside)
     tl.store(partial + row * C + channel, dscale * more, mask=real)
     tl.store(partial + (B + row) * C + channel, dshift * more, mask=real)
@@ -219,10 +221,6 @@ def _norm_backward(
     if HAS_FILM:
         tl.store(dfilm + row * 2 * C + channel, (g * dscale + b * dshift).to(dfilm.dtype.element_ty), mask=real)
         tl.store(dfilm + row * 2 * C + C + channel, dshift.to(dfilm.dtype.element_ty), mask=real)
-    if LAST_ADDS:
-        if _is_last(done + tl.program_id(1), B):
-            for each in tl.static_range(3 if HAS_BIAS else 2):
-                _add_up(partial + each * B * C, sums + each * C, channel, real, B, C, 32, BLOCK_C)
 
 
 def _map_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -233,8 +231,16 @@ def _map_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 class _NormSiLU(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor, film: Tensor | None, groups: int
-    ) -> Tensor:
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor,
+        beta: Tensor,
+        film: Tensor | None,
+        groups: int,
+        aside: Aside,
+    ):
+        ctx.set_materialize_grads(False)
         x = x.contiguous(memory_format=torch.channels_last)
         batch, channels, height, width = x.shape
         y = torch.empty_like(x)
@@ -243,40 +249,46 @@ class _NormSiLU(torch.autograd.Function):
             film = film.contiguous()
         parts, ctx.options = _options(batch, height * width, channels, groups)
         ctx.options = ctx.options | {"HAS_BIAS": bias is not None, "HAS_FILM": film is not None}
-        ctx.grid = batch, parts
-        done = torch.empty(parts, dtype=torch.int32, device=x.device)
+        ctx.grid, ctx.aside = (batch, parts), aside
         _norm_forward[ctx.grid](
             x, gamma if bias is None else bias, gamma, beta, gamma if film is None else film,
-            0 if film is None else film.stride(0), y, stats, done, 1e-5, **ctx.options,
+            0 if film is None else film.stride(0), y, stats, 1e-5, **ctx.options,
         )  # fmt: skip
-        ctx.save_for_backward(x, gamma, beta, film, stats, done)
-        ctx.has_bias = bias is not None
-        return y
+        ctx.save_for_backward(x, gamma, beta, film, stats)
+        return y, x
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor):
-        x, gamma, beta, film, stats, done = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor | None, dskip: Tensor | None):
+        x, gamma, beta, film, stats = ctx.saved_tensors
+        if dy is None:
+            return dskip, None, None, None, None, None, None
         dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        if dskip is not None:
+            dskip = dskip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         batch, channels = x.shape[:2]
         dx = torch.empty_like(x)
         dfilm = None if film is None else torch.empty(film.shape, dtype=film.dtype, device=film.device)
-        partial = torch.empty(2 + ctx.has_bias, batch, channels, device=x.device)
-        sums = torch.empty(2 + ctx.has_bias, channels, device=x.device)
+        partial = torch.empty(2 + ctx.options["HAS_BIAS"], batch, channels, device=x.device)
         _norm_backward[ctx.grid](
-            x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx,
-            gamma if dfilm is None else dfilm, partial, sums, done, B=batch, **ctx.options,
+            x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy,
+            dy if dskip is None else dskip, dx, gamma if dfilm is None else dfilm, partial, B=batch,
+            HAS_SKIP=dskip is not None, **ctx.options,
         )  # fmt: skip
-        if not ctx.options["LAST_ADDS"]:
-            sums = partial.sum(1)
-        return dx, sums[2] if ctx.has_bias else None, sums[0], sums[1], dfilm, None
+        dgamma, dbeta, *dbias = ctx.aside(_sum_of_rows, partial)
+        return dx, dbias[0] if dbias else None, dgamma, dbeta, dfilm, None, None
+
+
+def _sum_of_rows(partial: Tensor) -> tuple[Tensor, ...]:
+    """(N, B, C) -> N times (C,)."""
+    return partial.sum(1).unbind()
 
 
 @functools.cache
-def _tile(positions: int, width: int, largest: int, wait: int, packed: bool) -> tuple[int, int]:
+def _tile(positions: int, width: int, largest: int, wait: int) -> tuple[int, int]:
     """How many numbers a program reads at a time, (R, LANES), for the least work on maps (positions, width)."""
     narrow = triton.next_power_of_2(width)
     tiles = []
-    for lanes in (narrow << i for i in range(11 if packed else 1)):
+    for lanes in (narrow << i for i in range(11)):
         for r in (1 << i for i in range(20)):
             rounds = triton.cdiv(triton.cdiv(positions, lanes // width), r)
             # With one round a program holds what it has read, and does nothing twice.
@@ -298,21 +310,29 @@ def _options(batch: int, positions: int, channels: int, groups: int) -> tuple[in
     while groups // parts % 2 == 0 and (channels // parts > WIDTH or parts == 1 and batch < PROGRAMS):
         parts *= 2
     width = channels // parts
-    r, lanes = _tile(positions, width, LARGEST, ROUND, PACKED)
+    r, lanes = _tile(positions, width, LARGEST, ROUND)
     return parts, {
         "P": positions, "C": channels, "EACH": channels // groups, "WIDTH": width, "COUNT": lanes // width,
         "LANES": lanes, "R": r, "BLOCK_N": triton.next_power_of_2(lanes // width),
         "BLOCK_C": triton.next_power_of_2(width), "BLOCK_G": triton.next_power_of_2(groups // parts),
-        "UNROLL": UNROLL, "LAST_ADDS": LAST_ADDS, "num_warps": min(WARPS, max(1, r * lanes // 512)),
+        "UNROLL": UNROLL, "num_warps": min(WARPS, max(1, r * lanes // 512)),
     }  # fmt: skip
 
 
 def norm_silu(
-    x: Tensor, gamma: Tensor, beta: Tensor, groups: int, *, bias: Tensor | None = None, film: Tensor | None = None
-) -> Tensor:
-    """SiLU((1 + s) (gamma norm(x + bias) + beta) + h), (B, C, H, W) in and out, in the precision of x.
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    groups: int,
+    *,
+    bias: Tensor | None = None,
+    film: Tensor | None = None,
+    aside: Aside | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SiLU((1 + s) (gamma norm(x + bias) + beta) + h), (B, C, H, W) in and out, in the precision of x; and x itself.
 
-    norm is over the H * W * C / G numbers of each group of channels, with 1e-5 added to the variance.
+    norm is over the H * W * C / G numbers of each group of channels, with 1e-5 added to the variance. Who reads x for
+    something else as well takes the second result: the two gradients are then added on the way.
 
     Args:
         x: A map.
@@ -321,14 +341,17 @@ def norm_silu(
         groups: G, which divides C.
         bias: (C,), of the convolution that made x; single precision.
         film: (B, 2C), s and h; None: both 0.
+        aside: Where the gradients of gamma, beta and bias are added up.
     """
-    return _NormSiLU.apply(x, bias, gamma, beta, film, groups)
+    return _NormSiLU.apply(x, bias, gamma, beta, film, groups, aside or _at_once)
+
+
+def _at_once(function: Callable[..., Result], *args: Any) -> Result:
+    return function(*args)
 
 
 @triton.jit
-def _add_forward(x, skip, bias, y, done, count, C: tl.constexpr, BLOCK: tl.constexpr, HAS_SKIP: tl.constexpr):
-    if tl.program_id(0) == 0:  # the counter of the backward pass
-        tl.store(done, 0)
+def _add_forward(x, skip, bias, y, count, C: tl.constexpr, BLOCK: tl.constexpr, HAS_SKIP: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(bias + at % C, mask=inside)
@@ -337,10 +360,19 @@ def _add_forward(x, skip, bias, y, done, count, C: tl.constexpr, BLOCK: tl.const
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
+def _added(x: Tensor, bias: Tensor | None, skip: Tensor | None) -> Tensor:
+    """x + bias (+ skip), maps in the precision of x, the bias in single precision."""
+    if bias is None:
+        return x if skip is None else x + skip
+    y = torch.empty_like(x)
+    _add_forward[(triton.cdiv(x.numel(), 2048),)](
+        x, x if skip is None else skip, bias, y, x.numel(), C=x.shape[1], BLOCK=2048, HAS_SKIP=skip is not None
+    )
+    return y
+
+
 @triton.jit
-def _join_forward(x, skip, bias, y, done, count, C: tl.constexpr, BLOCK: tl.constexpr):
-    if tl.program_id(0) == 0:  # the counter of the backward pass
-        tl.store(done, 0)
+def _join_forward(x, skip, bias, y, count, C: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, c = at // (2 * C), (at % (2 * C)).to(tl.int32)
     mine, other = (at < count) & (c < C), (at < count) & (c >= C)
@@ -352,7 +384,7 @@ def _join_forward(x, skip, bias, y, done, count, C: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def _sum_rows(
     x, dx, dskip, partial, sums, done, rows, PROGRAMS: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, LAST_ADDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK, BLOCK_C), tl.float32)
@@ -368,54 +400,23 @@ def _sum_rows(
             value = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
         total += value.to(tl.float32)
     tl.store(partial + tl.program_id(0) * C + c, tl.sum(total, 0), mask=c < C)
-    if LAST_ADDS:
-        if _is_last(done, PROGRAMS):
-            _add_up(partial, sums, c, c < C, PROGRAMS, C, BLOCK, BLOCK_C)
+    if _is_last(done, PROGRAMS):
+        _add_up(partial, sums, c, c < C, PROGRAMS, C, BLOCK, BLOCK_C)
 
 
-def _summed(dy: Tensor, done: Tensor, halves: tuple[Tensor, ...] | None = None) -> Tensor:
-    """Sums of a map over rows and positions, (C,) in single precision; with `halves`, which are written, of the first.
-
-    `done` is a counter, at 0 before and after.
-    """
+def _summed(dy: Tensor, halves: tuple[Tensor, ...] | None = None) -> Tensor:
+    """Sums of a map over rows and positions, (C,) in single precision; of the first half, where halves are written."""
     first, second = (dy, dy) if halves is None else halves
     channels, rows = first.shape[1], first.numel() // first.shape[1]
-    each = max(ROWS, triton.next_power_of_2(triton.cdiv(rows, ADDERS))) if LAST_ADDS else ROWS
+    each = max(ROWS, triton.next_power_of_2(triton.cdiv(rows, ADDERS)))
     programs = triton.cdiv(rows, each)
     partial, sums = torch.empty(programs, channels, device=dy.device), torch.empty(channels, device=dy.device)
+    done = torch.zeros(1, dtype=torch.int32, device=dy.device)
     _sum_rows[(programs,)](
         dy, first, second, partial, sums, done, rows, PROGRAMS=programs, C=channels,
-        BLOCK_C=triton.next_power_of_2(channels), ROWS=each, BLOCK=64, SPLIT=halves is not None, LAST_ADDS=LAST_ADDS,
-        num_warps=8,
+        BLOCK_C=triton.next_power_of_2(channels), ROWS=each, BLOCK=64, SPLIT=halves is not None, num_warps=8,
     )  # fmt: skip
-    return sums if LAST_ADDS else partial.sum(0)
-
-
-class _AddBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, skip: Tensor | None):
-        x = x.contiguous(memory_format=torch.channels_last)
-        skip = None if skip is None else skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
-        y = torch.empty_like(x)
-        done = torch.empty(1, dtype=torch.int32, device=x.device)
-        _add_forward[(triton.cdiv(x.numel(), 2048),)](
-            x, x if skip is None else skip, bias, y, done, x.numel(), C=x.shape[1], BLOCK=2048,
-            HAS_SKIP=skip is not None,
-        )  # fmt: skip
-        ctx.save_for_backward(done)
-        ctx.has_skip = skip is not None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor):
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        (done,) = ctx.saved_tensors
-        return dy, _summed(dy, done), dy if ctx.has_skip else None
-
-
-def add_bias(x: Tensor, bias: Tensor, skip: Tensor | None = None) -> Tensor:
-    """x + bias (+ skip), (B, C, H, W) in the precision of x; the bias is (C,) in single precision."""
-    return _AddBias.apply(x, bias, skip)
+    return sums
 
 
 class _JoinBias(torch.autograd.Function):
@@ -425,9 +426,7 @@ class _JoinBias(torch.autograd.Function):
         skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         batch, channels, height, width = x.shape
         y = _map_like(x, (batch, 2 * channels, height, width))
-        done = torch.empty(1, dtype=torch.int32, device=x.device)
-        _join_forward[(triton.cdiv(y.numel(), 2048),)](x, skip, bias, y, done, y.numel(), C=channels, BLOCK=2048)
-        ctx.save_for_backward(done)
+        _join_forward[(triton.cdiv(y.numel(), 2048),)](x, skip, bias, y, y.numel(), C=channels, BLOCK=2048)
         return y
 
     @staticmethod
@@ -435,13 +434,66 @@ class _JoinBias(torch.autograd.Function):
         dy = dy.contiguous(memory_format=torch.channels_last)
         batch, channels, height, width = dy.shape
         halves = tuple(_map_like(dy, (batch, channels // 2, height, width)) for _ in range(2))
-        (done,) = ctx.saved_tensors
-        return halves[0], _summed(dy, done, halves), halves[1]
+        return halves[0], _summed(dy, halves), halves[1]
 
 
 def join_bias(x: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
     """[x + bias, skip] along the channels, twice (B, C, H, W) to (B, 2C, H, W), in the precision of x."""
     return _JoinBias.apply(x, bias, skip)
+
+
+@triton.jit
+def _embed_forward(x, table, y, count, C: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(table + tl.load(x + at // C, mask=inside, other=0) * C + at % C, mask=inside)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _embed_backward(
+    x, dy, partial, rows, V: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    c, v = tl.arange(0, BLOCK_C), tl.program_id(1)
+    total = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+    for start in range(0, ROWS, BLOCK):
+        row = tl.program_id(0).to(tl.int64) * ROWS + start + tl.arange(0, BLOCK)
+        mine = tl.load(x + row, mask=row < rows, other=V) == v
+        inside = mine[:, None] & (c < C)[None, :]
+        total += tl.load(dy + row[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial + (tl.program_id(0) * V + v) * C + c, tl.sum(total, 0), mask=c < C)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, dtype: torch.dtype, aside: Aside):
+        x, table = x.contiguous(), table.contiguous()
+        y = torch.empty(*x.shape, table.shape[1], dtype=dtype, device=x.device)
+        _embed_forward[(triton.cdiv(y.numel(), 2048),)](x, table, y, y.numel(), C=table.shape[1], BLOCK=2048)
+        ctx.save_for_backward(x)
+        ctx.size, ctx.aside = table.shape, aside
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        (x,) = ctx.saved_tensors
+        return None, ctx.aside(_sum_by_symbol, x, dy, *ctx.size), None, None
+
+
+def _sum_by_symbol(x: Tensor, dy: Tensor, symbols: int, channels: int) -> Tensor:
+    """(V, C): the sum of dy (*N, C) over where x (*N) is each symbol."""
+    programs, dy = triton.cdiv(x.numel(), ROWS), dy.contiguous()
+    partial = torch.empty(programs, symbols, channels, device=x.device)
+    _embed_backward[(programs, symbols)](
+        x, dy, partial, x.numel(), V=symbols, C=channels, BLOCK_C=triton.next_power_of_2(channels), ROWS=ROWS, BLOCK=64
+    )
+    return partial.sum(0)
+
+
+def embed(x: Tensor, table: Tensor, dtype: torch.dtype, aside: Aside | None = None) -> Tensor:
+    """table[x], integers (*N) and a table (V, C) to (*N, C) in `dtype`; for few symbols, all of which are read back."""
+    return _Embed.apply(x, table, dtype, aside or _at_once)
 
 
 @triton.jit
@@ -492,45 +544,73 @@ def doubled(x: Tensor) -> Tensor:
     return _Doubled.apply(x)
 
 
-@triton.jit
-def _turn(weight, made, OUT: tl.constexpr, IN: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
-    tap = tl.program_id(0)
-    o, i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = (o < OUT)[:, None] & (i < IN)[None, :]
-    value = tl.load(weight + (o[:, None] * TAPS + tap) * IN + i[None, :], mask=inside)
-    tl.store(made + (i[None, :] * TAPS + TAPS - 1 - tap) * OUT + o[:, None], value, mask=inside)
-
-
-def turned(weight: Tensor) -> Tensor:
-    """Weights (O, I, 3, 3) as (I, O, 3, 3), both taps reversed: those of the convolution's transpose."""
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    outputs, inputs, height, width = weight.shape
-    made = _map_like(weight, (inputs, outputs, height, width))
-    grid = height * width, triton.cdiv(outputs, 32), triton.cdiv(inputs, 32)
-    _turn[grid](weight, made, OUT=outputs, IN=inputs, TAPS=height * width, BLOCK=32)
-    return made
-
-
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        skip: Tensor | None,
+        stride: int,
+        padding: int,
+        aside: Aside,
+    ):
+        x = x.contiguous(memory_format=torch.channels_last)
+        if skip is not None:
+            skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
-        return nnf.conv2d(x, weight, padding=1)
+        ctx.own = stride == padding == 1 and convs.fits(x, weight)
+        ctx.steps, ctx.aside = (stride, padding), aside
+        if ctx.own:
+            return convs.forward(x, weight, bias, skip)
+        return _added(nnf.conv2d(x, weight, stride=stride, padding=padding), bias, skip)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
         x, weight = ctx.saved_tensors
-        dx = nnf.conv2d(dy, turned(weight), padding=1) if ctx.needs_input_grad[0] else None
-        one, mask = [1, 1], [False, ctx.needs_input_grad[1], False]  # stride, padding, distance of taps; what is asked
-        dw = torch.ops.aten.convolution_backward(dy, x, weight, None, one, one, one, False, [0, 0], 1, mask)[1]
-        return dx, dw
+        dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = convs.forward(dy, weight, turned=True) if ctx.own else _gradient(0, x, dy, weight, *ctx.steps)
+        if ctx.needs_input_grad[1]:
+            if ctx.own:
+                dw = ctx.aside(convs.weight_gradient, x, dy, weight.dtype)
+            else:
+                dw = ctx.aside(_gradient, 1, x, dy, weight, *ctx.steps)
+        if ctx.needs_input_grad[2]:
+            dbias = ctx.aside(_summed, dy)
+        return dx, dw, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None
 
 
-def convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """A 3x3 convolution that keeps the side, (B, I, H, W) and (O, I, 3, 3) of one precision to (B, O, H, W).
+def _gradient(of: int, x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """The gradient of a convolution's input (0) or weights (1), by cuDNN."""
+    mask, steps = [of == 0, of == 1, False], ([stride] * 2, [padding] * 2, [1, 1])
+    return torch.ops.aten.convolution_backward(dy, x, weight, None, *steps, False, [0, 0], 1, mask)[of]
 
-    The gradient of x is a convolution of turned weights, for which cuDNN has better kernels than for what it takes
-    itself; `TURNED_FROM` says for how large maps that is so.
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 1,
+    aside: Aside | None = None,
+) -> Tensor:
+    """A convolution, (B, I, H, W) and (O, I, K, K) of one precision to (B, O, H', W'), + bias + skip.
+
+    Half precision, taps of 3x3 and a stride of 1 are for `convs`, all else for cuDNN.
+
+    Args:
+        x: A map.
+        weight: Its weights.
+        bias: (O,) in single precision.
+        skip: (B, O, H', W').
+        stride: Distance between the positions of the result.
+        padding: Zeros on each side.
+        aside: Where the gradients of weights and bias are computed.
     """
     with torch.autocast(x.device.type, enabled=False):
-        return _Convolution.apply(x, weight)
+        return _Convolution.apply(x, weight, bias, skip, stride, padding, aside or _at_once)

@@ -16,7 +16,7 @@ from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import Config, ConfigError, Family, option
 from emoe.diffusion.chunks import total_and_target
-from emoe.diffusion.masking import mask_tokens, reveal_probability, start_rows, subs
+from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral, cached, reveal_first
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import stratified_times
@@ -136,7 +136,7 @@ def log_token_of(out: Predicted | Inference | Weighed, x0: Int[Tensor, "N L"]) -
     if out.log_token is not None:
         return out.log_token
     assert out.log_x_theta is not None
-    return out.log_x_theta.gather(-1, x0[..., None]).squeeze(-1)
+    return log_chosen(out.log_x_theta, x0)
 
 
 class MaskedDiffusion(Method):

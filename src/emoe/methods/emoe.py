@@ -6,7 +6,7 @@ One router read on the clean sequence is the posterior, on the noisy one the pri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, Predicted,
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
-from emoe.routing.kl import load_balance, position_kl, route_kl, route_log, routing_entropy, usage_shortfall
+from emoe.routing.kl import Compared, compare, load_balance, route_kl, routing_entropy, usage_shortfall
 from emoe.routing.routes import Gradient, Redraw, carried, carries, draw, paired, sharpened
 from emoe.types import Denoised, Gate, Inference, Objective, TokenSpace, Wants, Weighed
 
@@ -153,9 +153,9 @@ class EMoE(MaskedDiffusion):
         Router logits of the clean half are the posterior, those of the noisy half along the same z the prior.
         """
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
-        at, kl = self._route_kl(passes)
-        return Inference(passes.log_x_theta, kl.sum(-1), self._balance(passes), self._log(at, passes),
-                         self._train_kl(kl, passes, xt), passes.out.log_token)  # fmt: skip
+        found = compare(passes.post, passes.prior, passes.routes)
+        return Inference(passes.log_x_theta, found.kl.sum(-1), self._balance(found, passes), self._log(found, passes),
+                         self._train_kl(found.kl, passes, xt), passes.out.log_token)  # fmt: skip
 
     def objective(
         self,
@@ -170,13 +170,13 @@ class EMoE(MaskedDiffusion):
         if config.estimator == "pathwise" and config.draws == 1:
             return super().objective(x0, xt, t, knobs, rng)
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng, draws=config.draws)
-        (at, kl), beta = self._route_kl(passes), self.kl_weight(t, knobs)
+        found, beta = compare(passes.post, passes.prior, passes.routes), self.kl_weight(t, knobs)
         log_token = log_token_of(passes.out, x0.repeat_interleave(config.draws, dim=0))
         f = config.schedule.elbo_weight(t)[:, None, None] * log_token.unflatten(0, (len(x0), config.draws))
-        recon, kl_row = -f.sum(-1).mean(1), kl.sum(-1).view(len(x0), -1).mean(1)
-        log = self._log(at, passes)
+        recon, kl_row = -f.sum(-1).mean(1), found.kl.sum(-1).view(len(x0), -1).mean(1)
+        log = self._log(found, passes)
         if config.estimator == "pathwise":
-            counted = self._train_kl(kl, passes, xt.repeat_interleave(config.draws, dim=0))
+            counted = self._train_kl(found.kl, passes, xt.repeat_interleave(config.draws, dim=0))
             loss = recon + beta * (kl_row if counted is None else counted.view(len(x0), -1).mean(1))
         else:
             r, s = (value.unflatten(0, (len(x0), config.draws)) for value in self._log_routes(passes))
@@ -187,7 +187,7 @@ class EMoE(MaskedDiffusion):
             surrogate = ESTIMATORS[config.estimator](f, r, s, beta_BKG)
             loss = (recon + beta * kl_row).detach() + (surrogate - surrogate.detach())
             log["effective_draws"] = effective_draws(wake_sleep_weights(f, r, s, beta_BKG))
-        return Objective(loss, recon, kl_row, self._balance(passes), log)
+        return Objective(loss, recon, kl_row, self._balance(found, passes), log)
 
     def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
         """log p(z | xt) - log q(z | x0): both routers' log-probabilities of the drawn z, over blocks and positions."""
@@ -284,22 +284,15 @@ class EMoE(MaskedDiffusion):
         over = (kl.mean(0) > self.config.free_nats).to(kl.dtype)
         return (kl * over).sum(-1)
 
-    def _balance(self, passes: Passes) -> Tensor | None:
+    def _balance(self, found: Compared, passes: Passes) -> Tensor | None:
         if not self.config.balance:
             return None
-        losses = [
-            load_balance(logits, route) if self.config.balance_form == "switch"
-            else usage_shortfall(logits, self.config.usage_floor)
-            for logits, route in zip(passes.post, passes.routes, strict=True)
-        ]  # fmt: skip
-        if passes.summed is not None and self.config.balance_form == "floor":
-            losses.append(usage_shortfall(passes.summed, self.config.usage_floor))
-        return self.config.balance * torch.stack(losses).mean()
-
-    def _route_kl(self, passes: Passes) -> tuple[list[Float[Tensor, "N _P"]], Float[Tensor, "N D"]]:
-        """The route KL of each block at every position, and summed over them: `route_kl`, with its parts kept."""
-        at = [position_kl(post, prior) for post, prior in zip(passes.post, passes.prior, strict=True)]
-        return at, torch.stack([kl.sum(-1) for kl in at], dim=-1)
+        if self.config.balance_form == "switch":
+            return self.config.balance * load_balance(found.chance, found.used).mean()
+        chance = found.chance
+        if passes.summed is not None:
+            chance = torch.cat([chance, torch.softmax(passes.summed, -1).mean((0, 1))[None]])
+        return self.config.balance * usage_shortfall(chance, self.config.usage_floor).mean()
 
     def health(self, log: Mapping[str, Any]) -> str | None:
         """Whether the routers are dead: all blocks run one expert each, or no route tells anything of x0.
@@ -324,23 +317,26 @@ class EMoE(MaskedDiffusion):
             f"the routers are dead: {told}; try method.balance, a ramp of method.kl_weight, or another method.estimator"
         )
 
-    def _log(self, at: Sequence[Float[Tensor, "N _P"]], passes: Passes) -> dict[str, Tensor]:
+    def _log(self, found: Compared, passes: Passes) -> dict[str, Tensor]:
         """Route KL (mean over positions and at each), routing entropy of both sides, expert usage; by drawn block.
 
         Of a block that is summed out: entropy and mean of the prior's probabilities. Positions that are no tokens, but
         squares of hundreds of pixels, are not listed one by one: a log of 200,000 steps would outweigh its checkpoint.
         """
-        names = ("route_kl", "route_kl_at", "post_entropy", "prior_entropy", "usage")
+        sizes = [post.shape[1] for post in passes.post]
+        kl = found.kl.detach().mean(0)
         log: dict[str, Tensor] = {}
-        for d, (post, prior, route, kl) in enumerate(zip(passes.post, passes.prior, passes.routes, at, strict=True)):
-            values = route_log(post.detach(), prior.detach(), route, kl.detach())
-            log |= {f"{name}/block{d + 1}": value for name, value in zip(names, values, strict=True)}
-            if not self.backbone.routes_tokens:
-                del log[f"route_kl_at/block{d + 1}"]
+        for d, (size, at) in enumerate(zip(sizes, found.kl_at.detach().split(sizes, dim=1), strict=True)):
+            block = f"block{d + 1}"
+            log[f"route_kl/{block}"] = kl[d] / size
+            if self.backbone.routes_tokens:
+                log[f"route_kl_at/{block}"] = at.mean(0)
+            log[f"post_entropy/{block}"], log[f"prior_entropy/{block}"] = found.post_entropy[d], found.prior_entropy[d]
+            log[f"usage/{block}"] = found.used[d]
         if passes.summed is not None:
-            block, prior = len(passes.post) + 1, passes.summed.detach()
-            log[f"prior_entropy/block{block}"] = routing_entropy(prior)
-            log[f"usage/block{block}"] = torch.softmax(prior, -1).mean((0, 1))
+            last, prior = len(passes.post) + 1, passes.summed.detach()
+            log[f"prior_entropy/block{last}"] = routing_entropy(prior)
+            log[f"usage/block{last}"] = torch.softmax(prior, -1).mean((0, 1))
         return log
 
 

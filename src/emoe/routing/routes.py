@@ -26,7 +26,7 @@ REDRAWN = 0.25  # share of positions that differ between draws where only some p
 
 
 def straight_through(
-    log_rho: Float[Tensor, "B P E"],
+    logits: Float[Tensor, "B P E"],
     noise: Float[Tensor, "B P E"],
     relax_tau: Tensor | float,
     *,
@@ -37,7 +37,8 @@ def straight_through(
     """The drawn expert, with the gradient of relaxed weights (Eq. 10-11) or of another estimator.
 
     z~ = softmax((log rho + g) / tau) (Eq. 10); the k largest weights are kept and renormalised (Eq. 11); the first
-    is executed alone. Values are (1, 0, ...), gradients those of the renormalised weights:
+    is executed alone. Logits stand for log rho, where a constant makes no difference. Values are (1, 0, ...), gradients
+    those of the renormalised weights:
 
     - "top-k": all k weights get a gradient; the others run forward only.
     - "selected": only the weight of the drawn expert does (it collapsed in measurements; kept for the record).
@@ -47,12 +48,13 @@ def straight_through(
     - "none": no gradient; for estimators that look at whole draws.
     """
     if gradient in ("top-k", "selected", "all"):
-        count = log_rho.shape[-1] if gradient == "all" else top_k
-        return Gate(*_relaxed(log_rho, noise, relax_tau, count, 1 if gradient == "selected" else count))
-    perturbed = log_rho + noise.to(log_rho.dtype)
-    expert = largest(perturbed, 1 if gradient == "none" else log_rho.shape[-1])
+        count = logits.shape[-1] if gradient == "all" else top_k
+        return Gate(*_relaxed(logits, noise, relax_tau, count, 1 if gradient == "selected" else count))
+    perturbed = logits + noise.to(logits.dtype)
+    expert = largest(perturbed, 1 if gradient == "none" else logits.shape[-1])
     if gradient == "none":
-        return Gate(expert, torch.ones_like(expert, dtype=log_rho.dtype))
+        return Gate(expert, torch.ones_like(expert, dtype=logits.dtype))
+    log_rho = torch.log_softmax(logits, -1)
     if gradient == "reinmax":
         weight = reinmax_weights(log_rho, expert[..., 0], relax_tau).gather(-1, expert)
     else:
@@ -63,10 +65,10 @@ def straight_through(
 
 @compiled
 def _relaxed(
-    log_rho: Float[Tensor, "B P E"], noise: Float[Tensor, "B P E"], tau: Tensor | float, count: int, kept: int
+    logits: Float[Tensor, "B P E"], noise: Float[Tensor, "B P E"], tau: Tensor | float, count: int, kept: int
 ) -> tuple[Int[Tensor, "B P k"], Float[Tensor, "B P k"]]:
     """The first `kept` of `count` experts by relaxed weight, with weights renormalised over `count` (Eq. 10-11)."""
-    perturbed = log_rho + noise.to(log_rho.dtype)
+    perturbed = logits + noise.to(logits.dtype)
     expert = largest(perturbed, count)
     relaxed = torch.softmax(perturbed / tau, dim=-1).gather(-1, expert)
     weight = relaxed / relaxed.sum(-1, keepdim=True)
@@ -158,8 +160,7 @@ def draw(
         repeat = draws if block == 0 else 1
         logits = logits.repeat_interleave(repeat, dim=0) if repeat > 1 else logits
         noise = noise_of(block, len(logits) // draws, *logits.shape[1:])
-        log_rho = torch.log_softmax(logits, -1)
-        gate = straight_through(log_rho, noise, relax_tau, top_k=top_k, gradient=gradient, generator=generator)
+        gate = straight_through(logits, noise, relax_tau, top_k=top_k, gradient=gradient, generator=generator)
         return replace(gate, draws=repeat)
 
     return policy

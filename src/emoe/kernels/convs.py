@@ -1,0 +1,209 @@
+"""Convolutions of 3x3 taps for few channels, as products of matrices on tensor cores.
+
+cuDNN pads 72 channels to a tile of 128. Here the channels of one result are a power of 2 and the rest beside it
+(64 + 16), and taps and channels of the input lie side by side in one sum of 9 * I numbers, whatever I is. Maps and
+weights are channels_last, so that neighbouring channels of a tap are neighbours in memory: I and O are multiples of 8.
+Sums are in single precision and in a fixed order, so equal inputs give equal bits.
+"""
+
+# Triton's names are no types for a checker, and tensors in a kernel have no shapes to annotate.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# ruff: noqa: ANN001, ANN202, N803
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 132  # multiprocessors of a large GPU
+# Options of the two kernels, the fastest of those that were tried on an H200.
+LARGE: dict[str, Any] = {"BLOCK_P": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+WIDE: dict[str, Any] = {"BLOCK_P": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+MEDIUM: dict[str, Any] = {"BLOCK_P": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+SMALL: dict[str, Any] = {"BLOCK_P": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+WEIGHT: dict[str, Any] = {"BLOCK_M": 256, "BLOCK_P": 64, "num_warps": 8, "num_stages": 3}
+WEIGHT_WIDE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_P": 64, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _taps_inside(p, end, H: tl.constexpr, W: tl.constexpr):
+    """A bit for each of the nine taps at positions p of all maps: whether it lies inside; 0 from `end` on."""
+    w, h = p % W, p // W % H
+    vertical = tl.where(h > 0, 0b000000111, 0) | tl.where(h < H - 1, 0b111111000, 0b000111000)
+    horizontal = tl.where(w > 0, 0b001001001, 0) | tl.where(w < W - 1, 0b110110110, 0b010010010)
+    return tl.where(p < end, vertical & horizontal, 0)
+
+
+@triton.jit
+def _tap_and_offset(k, W: tl.constexpr, IN: tl.constexpr):
+    """Of number k of 9 * I: its tap, 9 where there is none, and where it lies, seen from channel 0 of the middle."""
+    tap = k // IN
+    return tap, k + (tap // 3 * (W - 3) - W - 1) * IN
+
+
+@triton.jit
+def _store(
+    y, bias, skip, row, inside, o, value, OUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr
+):  # fmt: skip
+    """Write channels o of a result, with what is to be added to it."""
+    at, real = row[:, None] * OUT + o[None, :], inside[:, None] & (o < OUT)[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + o, mask=o < OUT, other=0.0)[None, :]
+    if HAS_SKIP:
+        value += tl.load(skip + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _forward(
+    x, weight, bias, skip, y, count, H: tl.constexpr, W: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, TURNED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * BLOCK_P
+    first = tl.program_id(1) * (BLOCK_N + MORE)
+    p, o, more = tl.arange(0, BLOCK_P), first + tl.arange(0, BLOCK_N), first + BLOCK_N + tl.arange(0, max(MORE, 1))
+    bits = _taps_inside(begin + p, count, H, W)
+    at = x + begin.to(tl.int64) * IN + p[:, None] * IN
+    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    rest = tl.zeros((BLOCK_P, max(MORE, 1)), tl.float32)
+    for start in range(0, 9 * IN, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        tap, offset = _tap_and_offset(k, W, IN)
+        value = tl.load(at + offset[None, :], mask=(bits[:, None] >> tap[None, :]) & 1 != 0, other=0.0)
+        real = (k < 9 * IN)[:, None]
+        if TURNED:  # weights (IN, OUT, 3, 3), and taps from the last to the first
+            there = weight + (k % IN * (9 * OUT) + (8 - tap) * OUT)[:, None]
+        else:
+            there = weight + k[:, None]
+        column: tl.constexpr = 1 if TURNED else 9 * IN
+        w = tl.load(there + o[None, :] * column, mask=real & (o < OUT)[None, :], other=0.0)
+        total = tl.dot(value, w, total, input_precision="ieee")
+        if MORE > 0:
+            w = tl.load(there + more[None, :] * column, mask=real & (more < OUT)[None, :], other=0.0)
+            rest = tl.dot(value, w, rest, input_precision="ieee")
+    row, inside = begin.to(tl.int64) + p, begin + p < count
+    _store(y, bias, skip, row, inside, o, total, OUT, HAS_BIAS, HAS_SKIP)
+    if MORE > 0:
+        _store(y, bias, skip, row, inside, more, rest, OUT, HAS_BIAS, HAS_SKIP)
+
+
+@triton.jit
+def _by_weight(
+    x, dy, partial, count, EACH: tl.constexpr, H: tl.constexpr, W: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(1) * EACH
+    end = tl.minimum(begin + EACH, count)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tap, offset = _tap_and_offset(m, W, IN)
+    at, slope = x + begin.to(tl.int64) * IN, dy + begin.to(tl.int64) * OUT
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, EACH, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P)
+        inside = (_taps_inside(begin + p, end, H, W)[:, None] >> tap[None, :]) & 1 != 0
+        value = tl.load(at + p[:, None] * IN + offset[None, :], mask=inside, other=0.0)
+        real = (p < end - begin)[:, None] & (o < OUT)[None, :]
+        g = tl.load(slope + p[:, None] * OUT + o[None, :], mask=real, other=0.0)
+        total = tl.dot(tl.trans(value), g, total, input_precision="ieee")
+    there = partial + (tl.program_id(1) * (9 * IN) + m)[:, None] * OUT + o[None, :]
+    tl.store(there, total, mask=(m < 9 * IN)[:, None] & (o < OUT)[None, :])
+
+
+@triton.jit
+def _add_parts(
+    partial, dw, PARTS: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr
+):
+    at, part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
+    inside = (part < PARTS)[:, None] & (at < M * OUT)[None, :]
+    total = tl.sum(tl.load(partial + part[:, None] * (M * OUT) + at[None, :], mask=inside, other=0.0), 0)
+    tl.store(dw + at % OUT * M + at // OUT, total.to(dw.dtype.element_ty), mask=at < M * OUT)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether x (B, I, H, W) and weights (O, I, 3, 3) are for these kernels: half precision, I and O multiples of 8."""
+    half = x.dtype == weight.dtype and x.element_size() == 2
+    return half and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0 and weight.shape[2:] == (3, 3)
+
+
+def _columns(outputs: int) -> tuple[int, dict[str, int]]:
+    """How many programs share the channels of a result, and the two powers of 2 of each; the second may be 0."""
+    programs = triton.cdiv(outputs, 160)
+    share = max(16, triton.cdiv(outputs, programs))
+    block = triton.next_power_of_2(share)
+    if block == share:
+        return programs, {"BLOCK_N": block, "MORE": 0}
+    return programs, {"BLOCK_N": block // 2, "MORE": triton.next_power_of_2(max(16, share - block // 2))}
+
+
+def _options(positions: int, inputs: int, outputs: int) -> dict[str, Any]:
+    """Compile-time numbers of `_forward`: blocks as large as leave no multiprocessor idle."""
+    if positions < 64 * PROGRAMS:
+        return SMALL
+    if max(inputs, outputs) > 128:
+        return WIDE
+    return LARGE if positions >= 256 * PROGRAMS else MEDIUM
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, skip: Tensor | None = None, *, turned: bool = False
+) -> Tensor:
+    """A 3x3 convolution that keeps the side: (B, I, H, W) and (O, I, 3, 3) of one precision to (B, O, H, W).
+
+    Args:
+        x: A map.
+        weight: Its weights.
+        bias: (O,) in single precision, added to the result.
+        skip: (B, O, H, W) in the precision of x, added to the result.
+        turned: The transpose, which is the gradient of the input; the weights are (I, O, 3, 3).
+    """
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    (batch, inputs, height, width), outputs = x.shape, weight.shape[1 if turned else 0]
+    y = torch.empty(batch, outputs, height, width, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    programs, blocks = _columns(outputs)
+    positions = batch * height * width
+    options = _options(positions, inputs, outputs)
+    _forward[(triton.cdiv(positions, options["BLOCK_P"]), programs)](
+        x, weight, weight if bias is None else bias,
+        x if skip is None else skip.contiguous(memory_format=torch.channels_last), y, positions,
+        H=height, W=width, IN=inputs, OUT=outputs, TURNED=turned, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
+        **blocks, **options,
+    )  # fmt: skip
+    return y
+
+
+def _parts(positions: int, block: int, tiles: int) -> tuple[int, int]:
+    """In how many parts the positions are cut for the weights' gradient, and how many each has, a multiple of block."""
+    blocks = triton.cdiv(positions, block)
+    each = triton.cdiv(blocks, max(1, PROGRAMS // tiles))
+    return triton.cdiv(blocks, each), each * block
+
+
+def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of the weights, (O, I, 3, 3) in `dtype`, from x (B, I, H, W) and the result's (B, O, H, W).
+
+    dw[o, tap, i] = sum_p dy[p, o] x[p + tap, i]. Programs take parts of the positions, and another kernel adds up.
+    """
+    x, dy = x.contiguous(memory_format=torch.channels_last), dy.contiguous(memory_format=torch.channels_last)
+    (batch, inputs, height, width), outputs = x.shape, dy.shape[1]
+    columns, positions = min(128, max(16, triton.next_power_of_2(outputs))), batch * height * width
+    options = WEIGHT_WIDE if inputs > 128 or positions < 64 * PROGRAMS else WEIGHT
+    tiles, programs = triton.cdiv(9 * inputs, options["BLOCK_M"]), triton.cdiv(outputs, columns)
+    parts, each = _parts(positions, options["BLOCK_P"], tiles * programs)
+    partial = torch.empty(parts, 9 * inputs, outputs, device=x.device)
+    dw = torch.empty(outputs, inputs, 3, 3, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+    _by_weight[(tiles, parts, programs)](
+        x, dy, partial, positions, EACH=each, H=height, W=width, IN=inputs, OUT=outputs, BLOCK_N=columns, **options
+    )
+    several = triton.next_power_of_2(parts)
+    block = max(32, 8192 // several)
+    _add_parts[(triton.cdiv(9 * inputs * outputs, block),)](
+        partial, dw, PARTS=parts, M=9 * inputs, OUT=outputs, BLOCK_S=several, BLOCK=block, num_warps=4
+    )
+    return dw
