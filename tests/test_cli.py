@@ -492,7 +492,7 @@ def test_the_demo_in_small(emoe_command: Command) -> None:
     code, out, err = emoe_command("demo", "--out", "d", "--domain.points", 100, *words, "--quiet")
     assert code == 0 and not err and "d/report.html" in out
     assert all(Path("d", name).stat().st_size for name in ("report.html", "figure.png", "digits.png", "results.json"))
-    assert "mnist-mdlm, mnist-emoe: released weights" in out
+    assert "mnist-mdlm, mnist-vadd, mnist-emoe: released weights" in out
 
 
 def test_an_exact_law_that_is_too_large_is_refused_with_what_to_ask_instead(

@@ -38,7 +38,7 @@ LAYERS: dict[str, list[str]] = {
     "metrics": ["types"],
     "diffusion*": BASE,
     "routing*": [*BASE, "diffusion.*"],
-    "backbones*": [*BASE, "diffusion.*", "routing.*"],
+    "backbones*": [*BASE, "diffusion.*", "routing.*", "kernels.aside"],  # no Triton there
     "methods*": [*BASE, "diffusion.*", "routing.*", "backbones.*"],
     "engine*": BASE,
     "domains*": [*BASE, "metrics"],

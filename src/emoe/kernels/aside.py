@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -11,14 +10,18 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_OF_THREAD = threading.local()
+_SIDES: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
-def _stream() -> torch.cuda.Stream:
-    """One for each thread: streams come from a small pool, and a new one each time would soon be another thread's."""
-    if not hasattr(_OF_THREAD, "stream"):
-        _OF_THREAD.stream = torch.cuda.Stream()
-    return _OF_THREAD.stream
+def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The second stream of a stream; always the same one, for streams come from a small pool.
+
+    Not one of each thread: PyTorch runs the backward passes of all threads in one thread of its own.
+    """
+    key = stream.device_index, stream.cuda_stream
+    if key not in _SIDES:
+        _SIDES[key] = torch.cuda.Stream(stream.device)
+    return _SIDES[key]
 
 
 class Aside:
@@ -39,13 +42,15 @@ class Aside:
         if not any(isinstance(value, Tensor) and value.is_cuda for value in args):
             return function(*args, **more)
         self._held.append(args)
-        stream = _stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream()
+        side = _beside(current)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             return function(*args, **more)
 
     def join(self) -> None:
         """What follows waits for all calls."""
         if self._held:
-            torch.cuda.current_stream().wait_stream(_stream())
+            current = torch.cuda.current_stream()
+            current.wait_stream(_beside(current))
         self._held.clear()
