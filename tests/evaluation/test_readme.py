@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -265,3 +266,22 @@ def test_searches_and_information_render_from_their_files(tmp_path: Path) -> Non
     found = render(text, tmp_path)
     assert "| lr 1e-3, kl-weight 4 → 1 over 60% | 0.123 ±0.010 | — |" in found
     assert "| **base** (failed) | — | — |" in found and "over moons (seed 10)" in found and "`0123456789ab`" in found
+
+
+def test_times_of_a_step_on_images(tmp_path: Path) -> None:
+    results, text = tmp_path / "results", block("mnist-steps") + block("toy-steps")
+    common = dict(task="benchmark", seed=0, nfe=None, metric="step_ms", n=20)
+    toy = Row(**common, data="toy-step-gpu", method="mdlm", recipe="toy-8modes-mdlm", value=1.5)
+    ratio = dataclasses.replace(toy, metric="step_ratio_to_mdlm", value=1.0)
+    record(results / "benchmark.json", run(), [toy, ratio])
+    assert "No times here yet" in render(text, results)
+    rows = [
+        Row(**common, data="mnist-step-gpu", method=method, recipe="r", value=value, stderr=0.01)
+        for method, value in (("mdlm", 3.0), ("emoe", 6.0), ("mdlm, eager", 15.0), ("vdm, eager", 21.0))
+    ]
+    record(results / "benchmark.json", run(), rows)
+    shown = render(text, results)
+    assert "| MDLM | 3.00 ±0.01 | 10.0 | 7.0x |" in shown and "| E-MoE | 6.00 ±0.01 | 20.0 | 3.5x |" in shown
+    assert "| MDLM, eager | 15.00 ±0.01 | 50.0 | 1.4x |" in shown
+    assert "| VDM UNet, eager | 21.00 ±0.01 | — | 1.0x |" in shown
+    assert "1.50 ms" in shown and "3.00 ms" not in shown  # the toy's table has the toy's times only

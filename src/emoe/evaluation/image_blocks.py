@@ -18,6 +18,9 @@ TASKS = ("mnist", "digits")
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 REACHED = "reached"  # in a recipe's name: the step of a run that was measured before its end
 DIGITS = 4  # decimals of bits per dimension
+STEPS = 200_000  # of the paper's budget
+STEP_DATA, STEP_RIVAL = "mnist-step-gpu", "vdm, eager"  # as `benchmarks/step_time.py` records them
+STEP_COMMAND = "python benchmarks/step_time.py --task mnist --record"
 PAPER = {"mnist": "binarized-mnist"}  # `data` of our rows -> that of the paper's numbers
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
 FIGURES = {
@@ -280,3 +283,22 @@ def _register(task: str) -> None:
 
 for _task in TASKS:
     _register(_task)
+
+
+@results_block("mnist-steps", "benchmark")
+def mnist_steps(results: Results) -> str:
+    """Time of a training step on MNIST, what the paper's budget takes, and how it compares with the rival's."""
+    rows = results.select(metric="step_ms", data=STEP_DATA)
+    if not rows:
+        return f"*No times here yet: run `{STEP_COMMAND}`.*"
+    rival = next((row.value for row in rows if row.method == STEP_RIVAL), None)
+    lines = []
+    for row in rows:
+        name, _, more = row.method.partition(", ")
+        label = "VDM UNet, eager" if row.method == STEP_RIVAL else ", ".join(filter(None, (METHODS[name], more)))
+        minutes = "—" if row.method == STEP_RIVAL else f"{row.value * STEPS / 60_000:.1f}"
+        error = "" if row.stderr is None else f" ±{row.stderr:.2f}"
+        lines.append([label, f"{row.value:.2f}{error}", minutes, "—" if rival is None else f"{rival / row.value:.1f}x"])
+    header = ["MNIST, 64 images a step", "ms per step", f"minutes for {STEPS:,} steps", "speed against the VDM UNet"]
+    note = f"Medians of turns within one process, {rows[0].n} each. Made at {source_of(results.only(data=STEP_DATA))}."
+    return f"{markdown_table(header, lines)}\n{note}\n"

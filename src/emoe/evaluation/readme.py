@@ -199,9 +199,10 @@ def toy_gaps(results: Results) -> str:
 @results_block("toy-steps", "benchmark")
 def toy_steps(results: Results) -> str:
     """Time of a training step of each toy method, and its ratio to MDLM's in the same run."""
-    order = [name for name in METHODS if results.select(metric="step_ms", method=name)]
+    sets = sorted({row.data for row in results.select(metric="step_ms") if row.data.startswith("toy-")})
+    order = [name for name in METHODS if any(results.select(metric="step_ms", method=name, data=data) for data in sets)]
     lines = []
-    for data in sorted({row.data for row in results.select(metric="step_ms")}):
+    for data in sets:
         run = results.runs[results.select(metric="step_ms", data=data)[0].run]
         cells = []
         for method in order:
