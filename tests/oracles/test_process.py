@@ -181,6 +181,13 @@ def test_step_kl_is_reveal_probability_times_masked_nll():
     assert kl == pytest.approx(closed.item(), abs=1e-14)
 
 
+def test_the_reverse_law_is_in_the_precision_of_the_prediction():
+    logits = torch.randn(1, 1, 3, generator=torch.Generator().manual_seed(3)).double()
+    law = reverse_distribution(subs(logits, torch.tensor([[MASK]]), MASK), torch.tensor([[MASK]]), 0.7, 0.1, MASK)
+    assert law[0, 0, MASK].item() == pytest.approx(0.3 / 0.9, abs=1e-15)
+    assert law.sum().item() == pytest.approx(1, abs=1e-15)
+
+
 @pytest.mark.parametrize("alpha_s", [0.6, 1.0])
 def test_reverse_step_draws_from_the_reverse_law(alpha_s: float):
     """Eq. 2-3: `unmask_step` against `reverse_distribution`, jointly over both positions."""

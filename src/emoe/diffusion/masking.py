@@ -81,7 +81,7 @@ def reverse_distribution(
     reveal = reveal_probability(alpha_s, alpha_t)
     masked = (xt == mask_id)[..., None]
     probs = torch.where(masked, reveal * log_x_theta.exp(), log_x_theta.exp())
-    probs[..., mask_id] += torch.where(masked[..., 0], 1 - reveal, 0.0).to(probs.dtype)
+    probs[..., mask_id] += masked[..., 0].to(probs.dtype) * (1 - reveal)
     return probs
 
 
