@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from interpreter import DEVICE, unchecked
 from torch import Tensor
 from torch.nn import functional as nnf
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("no Triton here (pip install triton)", allow_module_level=True)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
-
-
-def unchecked(name: str) -> ModuleType:
-    """A module as it is written: Triton reads the source of kernels, which wrappers that check types would hide."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
-    plain_spec = importlib.util.spec_from_file_location(name, spec.origin)
-    assert plain_spec is not None and plain_spec.loader is not None
-    module = importlib.util.module_from_spec(plain_spec)
-    sys.modules[name] = module
-    plain_spec.loader.exec_module(module)
-    return module
-
-
 convs: Any = unchecked("emoe.kernels.convs")
 
 # Batch, channels in and out, height, width: positions that do not fill a tile, maps within one tile, maps over several

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from interpreter import DEVICE, unchecked
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -18,25 +15,6 @@ from emoe.diffusion import chunks
 from emoe.kernels.aside import Aside
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("no Triton here (pip install triton)", allow_module_level=True)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-
-
-def unchecked(name: str) -> ModuleType:
-    """A module as it is written: Triton reads the source of kernels, which wrappers that check types would hide."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None
-    plain_spec = importlib.util.spec_from_file_location(name, spec.origin)
-    assert plain_spec is not None and plain_spec.loader is not None
-    module = importlib.util.module_from_spec(plain_spec)
-    sys.modules[name] = module
-    plain_spec.loader.exec_module(module)
-    return module
-
 
 convs: Any = unchecked("emoe.kernels.convs")
 maps: Any = unchecked("emoe.kernels.maps")
