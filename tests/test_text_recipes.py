@@ -105,14 +105,14 @@ def test_the_guide_tells_the_sizes_of_the_networks() -> None:
     assert "{:.1f}M, E-MoE {:.1f}M".format(*(size / 1e6 for size in sizes)) in line
 
 
-def test_the_plus_recipes_differ_from_the_paper_s_by_a_floor_under_usage() -> None:
+def test_the_plus_recipes_differ_from_the_paper_s_in_what_keeps_blocks_in_use() -> None:
     for family in ("lm1b", "news-small", "text-tiny"):
         plain, plus = (get_recipe(f"{family}-{name}") for name in ("emoe", "emoe-plus"))
-        assert {line.split(":")[0] for line in differences(plain, plus)} <= {
-            "name", "method.balance", "method.balance_form", "method.usage_floor"
-        }  # fmt: skip
+        changed = {".".join(line.split(":")[0].split(".")[:2]) for line in differences(plain, plus)}
+        options = ("balance", "balance_form", "usage_floor", "free_nats", "elbo_power")
+        assert changed <= {"name", *(f"method.{name}" for name in options)}
         assert isinstance(plus.method, EMoEConfig) and plus.method.balance_form == "floor"
-        assert plus.method.usage_floor < math.log(plus.method.experts)
+        assert plus.method.usage_floor < math.log(plus.method.experts) and plus.method.free_nats > 0
 
 
 @pytest.mark.parametrize(("family", "length"), [("lm1b", 128), ("news-small", 128), ("text-tiny", 16)])
