@@ -10,7 +10,7 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_SIDES: dict[tuple[int, int], torch.cuda.Stream] = {}
+_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
 def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
@@ -18,7 +18,7 @@ def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
 
     Not one of each thread: PyTorch runs the backward passes of all threads in one thread of its own.
     """
-    key = stream.device_index, stream.cuda_stream
+    key = stream.device, stream.cuda_stream
     if key not in _SIDES:
         _SIDES[key] = torch.cuda.Stream(stream.device)
     return _SIDES[key]
