@@ -825,6 +825,15 @@ def test_entropy_and_the_papers_numbers_stand_beside_generative_perplexity() -> 
     )
 
 
+def test_notes_say_whether_errors_are_over_seeds() -> None:
+    def told(seeds: tuple[int, ...]) -> str:
+        rows = [row("mdlm", "gen_ppl", 900.0 + s, nfe=1, convention="paper", stderr=3.0, seed=s) for s in seeds]
+        return gen_ppl_markdown(Results().add(INFO, rows))
+
+    assert "Seed 0. " in told((0,)) and "over these" not in told((0,))
+    assert "Seeds 0, 1: means, and where a row has several, errors are over these." in told((0, 1))
+
+
 def test_the_paper_stands_beside_a_shorter_run_but_not_beside_another_network() -> None:
     for changed, shown in (
         ("train.steps=1200 optim.warmup=150", True),

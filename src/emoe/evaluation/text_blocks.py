@@ -405,7 +405,8 @@ def _made(results: Results, data: str) -> str:
     part = results.only(data=data)
     seeds = sorted({row.seed for row in _models(part).rows if row.seed is not None})
     common = as_words(common_changes(_models(part)))
-    told = f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}."
+    told = f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    told += ": means, and where a row has several, errors are over these." if len(seeds) > 1 else "."
     return f"{told}{f' All with `{common}`.' if common else ''} Made at {source_of(part)}."
 
 
