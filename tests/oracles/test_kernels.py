@@ -112,7 +112,7 @@ def test_sums_over_rows_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) 
         first = torch.autograd.grad((mine * weight).sum(), leaves, retain_graph=True)
         second = torch.autograd.grad((mine * weight).sum(), leaves)
         for a, b, right in zip(first, second, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
-            assert torch.equal(a, b)  # counters are back at 0
+            assert torch.equal(a, b)
             assert (a - right).abs().max() <= 2e-5 * right.abs().max()
 
 

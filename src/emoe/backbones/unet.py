@@ -137,7 +137,10 @@ class _Lend(torch.autograd.Function):
 
 
 class Lent:
-    """The parameters of convolutions, norms and embeddings as one pass uses them; without the kernels, as they are."""
+    """The parameters of convolutions, norms and embeddings as one pass uses them; without the kernels, as they are.
+
+    A pass may read each of them once: gradients of two readings would be added up before the streams have joined.
+    """
 
     def __init__(self, module: nn.Module, like: Tensor):
         self.aside: Aside | None = None

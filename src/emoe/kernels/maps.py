@@ -1,7 +1,7 @@
-"""Kernels for feature maps of a UNet: what stands between two convolutions as one pass over memory.
+"""Kernels for feature maps of a UNet, and its layers made of them: what stands between two convolutions in one pass.
 
 PyTorch's GroupNorm leaves channels_last and, under autocast, single precision, so that norm, film and SiLU are a dozen
-kernels with copies between layouts; here they are one forward and one backward. Both functions say what they compute;
+kernels with copies between layouts; here they are one forward and one backward. Each function says what it computes;
 `backbones.unet` holds the plain form, which everything but a GPU runs, and tests hold the two together.
 
 All maps are channels_last. Sums are in single precision and in a fixed order, so equal inputs give equal bits. For the
@@ -101,12 +101,9 @@ def _add_up(
 
 @triton.jit
 def _is_last(done, programs):
-    """Whether all other programs have been here; what they wrote before can be read then. Leaves the counter at 0."""
+    """Whether all other programs have been here, by a counter that began at 0; what they wrote can be read then."""
     tl.debug_barrier()  # all threads have written
-    last = tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == programs - 1
-    if last:
-        tl.store(done, 0)
-    return last
+    return tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
 @triton.jit

@@ -36,8 +36,8 @@ def _kept_open(method: MethodConfig, floor: float, free: float) -> EMoEConfig:
     """E-MoE of a recipe whose blocks stay in use: all of them, and most of their experts.
 
     The first nats of a block are free, so that it gets to find a use for them; a loss pushes where the entropy of a
-    block's usage is below `floor`; and the weight of a time comes to the KL over training, so that later steps of a
-    sampler are not paid for twice. Comparing draws, which wins on tied symbols and points, lost to the floor alone in a
+    block's usage is below `floor`; and the weight of a time comes to the KL over training, which lowers what a sampler
+    of several calls pays for its routes. Comparing draws, which wins on tied symbols and points, lost to the floor in a
     first probe of text (docs/log.md).
     """
     assert isinstance(method, EMoEConfig)
