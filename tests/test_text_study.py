@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -914,9 +915,13 @@ def test_what_a_latent_is_for_is_told_with_numbers() -> None:
     header, lines = checks_table(Results().add(INFO, rows), "news", "paper")
     assert header[3:] == ["below MDLM at NFE 1, equal H", "below MDLM at NFE 2, equal H"]
     assert lines == [
-        ["E-MoE", "yes: 2 of 4", "no: \N{MINUS SIGN}0.250", "yes: 500.0 against 900.0\nH +0.000",
-         "not at equal H\n200.0 against 300.0\nH \N{MINUS SIGN}0.100"]
+        ["E-MoE", "yes: 2 of 4", "no: \N{MINUS SIGN}0.250",
+         "yes: 500.0 against 900.0\na factor of 1.80 *(2.23)*\nH +0.000",
+         "not at equal H\n200.0 against 300.0\na factor of 1.50 *(2.60)*\nH \N{MINUS SIGN}0.100"]
     ]  # fmt: skip
+    tiny = [dataclasses.replace(one, recipe=str(one.recipe).replace("news-small", "text-tiny")) for one in rows]
+    (line,) = checks_table(Results().add(INFO, tiny), "news", "paper")[1]
+    assert line[3] == "yes: 500.0 against 900.0\na factor of 1.80\nH +0.000"  # nothing of the paper beside it
     few = [one for one in rows if one.metric not in ("route_kl/block1", "usage_entropy/block1")]
     few += [row("emoe", "usage_entropy/block1", 1.3, convention="step 300")]
     few += [row("emoe", "route_kl/block1", 0.02, convention="step 300")]

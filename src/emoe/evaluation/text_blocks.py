@@ -86,16 +86,25 @@ def models(results: Results, data: str | None = None) -> dict[Model, list[Row]]:
     return dict(sorted(groups.items(), key=lambda item: (place[item[0].method], item[0])))
 
 
-def paper_of(rows: Sequence[Row], metric: str, nfe: int | None = None, *, variant: str | None = None) -> float | None:
+def paper_of(
+    rows: Sequence[Row], metric: str, nfe: int | None = None, *, variant: str | None = None, method: str | None = None
+) -> float | None:
     """The paper's number on LM1B beside these rows of a model, where its recipe is one for such a table.
 
     A shorter or otherwise trained run of the recipe is one too; another network or method is not.
+
+    Args:
+        rows: Of one model.
+        metric: Which number.
+        nfe: At how many network calls.
+        variant: Of sampling, such as greedy routes.
+        method: Whose number; that of the rows if None.
     """
     recipes = [words_of(name) for name in {str(row.recipe) for row in rows}]
     usual = [name.startswith(FAMILIES) and all(field.startswith(TRAINING) for field in own) for name, own in recipes]
     if not usual or not all(usual):
         return None
-    return paper_value("lm1b", "lm1b", rows[0].method, metric, nfe, variant=variant)
+    return paper_value("lm1b", "lm1b", method or rows[0].method, metric, nfe, variant=variant)
 
 
 def judge_rows(results: Results, data: str) -> list[Row]:
@@ -367,10 +376,20 @@ def _against(rows: Sequence[Row], other: Sequence[Row], setting: str, nfe: int) 
     if ours is None or theirs is None or entropy is None or level is None:
         return DASH
     apart = entropy.mean - level.mean
-    told = f"{ours.mean:.1f} against {theirs.mean:.1f}\nH {apart:+.3f}".replace("-", "\N{MINUS SIGN}")
+    factor = _factor(theirs.mean / ours.mean, rows, other, nfe)
+    told = f"{ours.mean:.1f} against {theirs.mean:.1f}\n{factor}\nH {apart:+.3f}".replace("-", "\N{MINUS SIGN}")
     if abs(apart) > EQUAL_ENTROPY:
         return f"not at equal H\n{told}"
     return _verdict(ours.mean < theirs.mean, told)
+
+
+def _factor(factor: float, rows: Sequence[Row], other: Sequence[Row], nfe: int) -> str:
+    """By how much the other's perplexity is larger; beside it the paper's factor, of E-MoE for all that have routes."""
+    told = f"a factor of {factor:.2f}"
+    papers = [paper_of(part, "gen_ppl", nfe, method=method) for part, method in ((rows, "emoe"), (other, "mdlm"))]
+    if papers[0] is None or papers[1] is None:
+        return told
+    return f"{told} *({papers[1] / papers[0]:.2f})*"
 
 
 def _verdict(holds: bool, told: str) -> str:
@@ -468,7 +487,7 @@ LATENT_NOTE = (
 CHECKS_NOTE = (
     f"A block is in use if the entropy of its usage is above {ALIVE_USAGE:g} nat and its route KL above {ALIVE_KL:g} "
     "nats per position. Perplexities are compared, setting `{setting}`, where the entropies H of the samples are "
-    f"within {EQUAL_ENTROPY:g} nats."
+    f"within {EQUAL_ENTROPY:g} nats. *Italics*: the paper, of E-MoE."
 )
 
 
