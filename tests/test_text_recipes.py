@@ -22,6 +22,8 @@ from emoe.completion import check_beginnings
 from emoe.config import ConfigError
 from emoe.domains.text.data import TextConfig
 from emoe.evaluation import likelihood
+from emoe.evaluation.evaluate import method_name
+from emoe.evaluation.grid import METHODS as METHODS_OF_TABLES
 from emoe.experiment import Experiment, differences
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
@@ -50,6 +52,7 @@ Command = Callable[..., tuple[int, str, str]]
         ("vadd", 256_492_986, 256_492_986),
         ("emoe", 536_051_002, 139_366_714),
         ("emoe-plus", 536_051_002, 139_366_714),
+        ("emoe-aware", 536_051_002, 139_366_714),
     ],
 )
 def test_networks_have_the_published_sizes(method: str, total: int, active: int) -> None:
@@ -113,6 +116,14 @@ def test_the_plus_recipes_differ_from_the_paper_s_in_what_keeps_blocks_in_use() 
         assert changed <= {"name", *(f"method.{name}" for name in options)}
         assert isinstance(plus.method, EMoEConfig) and plus.method.balance_form == "floor"
         assert plus.method.usage_floor < math.log(plus.method.experts) and plus.method.free_nats > 0
+
+
+def test_the_aware_recipes_are_the_plus_ones_whose_network_is_told_the_number_of_steps() -> None:
+    for family in ("lm1b", "news-small", "text-tiny"):
+        plus, aware = (get_recipe(f"{family}-{name}") for name in ("emoe-plus", "emoe-aware"))
+        changed = {line.split(":")[0] for line in differences(plus, aware)}
+        assert changed == {"name", "method.step_aware", "method.free_nats", "backbone.time_conditioning"}
+        assert method_name(aware) == "emoe-aware" and METHODS_OF_TABLES["emoe-aware"] == "E-MoE, step-aware"
 
 
 @pytest.mark.parametrize(("family", "length"), [("lm1b", 128), ("news-small", 128), ("text-tiny", 16)])

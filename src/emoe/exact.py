@@ -60,8 +60,9 @@ def step_law(method: MaskedDiffusion, xt: Int[Tensor, "B L"], t: float, **how: A
         method: The method; what it is decides how the sum is made.
         xt: Noisy rows.
         t: Their time.
-        how: `budget`, the largest R * B that is not refused; for VADD also `samples`, latents to draw for each row
-            (None: quadrature, or `SAMPLES` / B of them), and their `seed`. All rows of a call share them.
+        how: `steps` of the sampler, of which a `step_aware` network is told; `budget`, the largest R * B that is not
+            refused; for VADD also `samples`, latents to draw for each row (None: quadrature, or `SAMPLES` / B of them),
+            and their `seed`. All rows of a call share them.
     """
     raise TypeError(f"no exact step is known for {type(method).__name__}; register one with @step_law.register")
 
@@ -70,14 +71,15 @@ def step_law(method: MaskedDiffusion, xt: Int[Tensor, "B L"], t: float, **how: A
 @torch.no_grad()
 def _mdlm(method: MDLM, xt: Tensor, t: float, **_: Any) -> Mixture:
     parts = [
-        subs(method.backbone(x, _times(x, t)).logits.double(), x, method.space.mask_id) for x in xt.split(_chunk(xt))
+        subs(method.backbone(x, _told(method, x, t, None)).logits.double(), x, method.space.mask_id)
+        for x in xt.split(_chunk(xt))
     ]
     return Mixture(torch.zeros(len(xt), 1, dtype=torch.float64, device=xt.device), torch.cat(parts)[:, None])
 
 
 @step_law.register
 @torch.no_grad()
-def _emoe(method: EMoE, xt: Tensor, t: float, *, budget: int = BUDGET, **_: Any) -> Mixture:
+def _emoe(method: EMoE, xt: Tensor, t: float, *, steps: int | None = None, budget: int = BUDGET, **_: Any) -> Mixture:
     length, blocks, experts = xt.shape[1], method.backbone.routed_blocks - 1, method.config.experts
     count = experts ** (length * blocks)
     _check(count, len(xt), budget, f"E-MoE has {experts}^({length} * {blocks}) routes in all blocks but the last")
@@ -90,7 +92,7 @@ def _emoe(method: EMoE, xt: Tensor, t: float, *, budget: int = BUDGET, **_: Any)
         def forced(block: int, logits: Tensor) -> Gate:
             return Gate(z[:, block], torch.ones_like(z[:, block], dtype=logits.dtype))
 
-        logits, route_logits = method.backbone.forward_last(x, _times(x, t), route=forced)
+        logits, route_logits = method.backbone.forward_last(x, _told(method, x, t, steps), route=forced)
         *log_rho, last = (_sharpen(one.double(), method.config.route_tau) for one in route_logits)
         chosen = [rho.gather(-1, z[:, d]).sum((1, 2)) for d, rho in enumerate(log_rho)]
         token = torch.einsum("nle,enlv->nlv", last.exp(), torch.softmax(logits.double(), -1))
@@ -104,8 +106,9 @@ def _emoe(method: EMoE, xt: Tensor, t: float, *, budget: int = BUDGET, **_: Any)
 @step_law.register
 @torch.no_grad()
 def _vadd(
-    method: VADD, xt: Tensor, t: float, *, samples: int | None = None, seed: int = 0, budget: int = BUDGET
-) -> Mixture:
+    method: VADD, xt: Tensor, t: float, *, steps: int | None = None, samples: int | None = None, seed: int = 0,
+    budget: int = BUDGET,
+) -> Mixture:  # fmt: skip
     size = method.config.latent
     if samples is None and size in NODES:
         z, log_weight = gaussian_grid(size, NODES[size])
@@ -116,7 +119,7 @@ def _vadd(
     z = z.to(next(method.parameters()))
 
     def part(row: Int[Tensor, " N"], latent: Int[Tensor, " N"]) -> Float[Tensor, "N L V"]:
-        logits = method.backbone(xt[row], _times(xt[row], t), cond=z[latent]).logits
+        logits = method.backbone(xt[row], _told(method, xt[row], t, steps), cond=z[latent]).logits
         return subs(logits.double(), xt[row], method.space.mask_id)
 
     every = torch.cartesian_prod(torch.arange(len(xt), device=xt.device), torch.arange(len(z), device=xt.device))
@@ -163,7 +166,8 @@ def chain_laws(method: MaskedDiffusion, nfe: Iterable[int], **how: Any) -> dict[
     Times that grids share (1, 2, 4, ... are nested) are run once. `how`: see `conditionals`.
     """
     read = functools.cache(functools.partial(conditionals, method, **how))
-    return {steps: _propagate(method, steps, read) for steps in nfe}
+    aware = method.config.step_aware  # then a step depends on how many there are
+    return {steps: _propagate(method, steps, functools.partial(read, steps=steps) if aware else read) for steps in nfe}
 
 
 def chain_law(method: MaskedDiffusion, steps: int, **how: Any) -> Table:
@@ -243,9 +247,10 @@ def _chunk(x: Tensor) -> int:
     return CHUNK.get(x.device.type, CHUNK["cpu"])
 
 
-def _times(x: Int[Tensor, "B L"], t: float) -> Float[Tensor, " B"]:
-    """The time of each row, in single precision as the sampler gives it."""
-    return torch.full((len(x),), t, dtype=torch.float32, device=x.device)
+def _told(method: MaskedDiffusion, x: Int[Tensor, "B L"], t: float, steps: int | None) -> Float[Tensor, " B"]:
+    """What the network is told of the time of each row, in single precision as the sampler gives it."""
+    times = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
+    return method.told(times, None if steps is None else torch.full_like(times, steps))
 
 
 def _sharpen(logits: Float[Tensor, "B L E"], route_tau: float) -> Float[Tensor, "B L E"]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Purpose = Literal["time", "mask", "route", "latent", "data", "reveal", "token", "init", "dropout"]
+Purpose = Literal["time", "mask", "route", "latent", "data", "reveal", "token", "init", "dropout", "steps"]
 
 
 def derive_seed(*keys: object) -> int:

@@ -14,6 +14,7 @@ from emoe.rng import derive_seed
 from emoe.types import Convention, Measurement
 
 HELD_OUT = 2_000  # rows for likelihoods
+ENDINGS = ("plus", "aware")  # of recipes whose rows are those of a method of their own
 
 
 def evaluate(
@@ -79,9 +80,8 @@ def fresh_count(domain: Domain, wanted: int) -> int:
 
 def method_name(experiment: Experiment) -> str:
     """The method of an experiment in results: its kind, `emoe-plus` for recipes such as `toy-8modes-emoe-plus`."""
-    kind = str(experiment.method.kind)
-    plus = f"{kind}-plus"
-    return plus if experiment.name.partition(" ")[0].endswith(plus) else kind
+    kind, recipe = str(experiment.method.kind), experiment.name.partition(" ")[0]
+    return next((name for ending in ENDINGS if recipe.endswith(name := f"{kind}-{ending}")), kind)
 
 
 def make_row(

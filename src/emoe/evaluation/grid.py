@@ -17,6 +17,7 @@ METHODS = {
     "vadd-plus": "VADD+",
     "emoe": "E-MoE",
     "emoe-plus": "E-MoE+",
+    "emoe-aware": "E-MoE, step-aware",
     "ar": "AR",
 }
 REFERENCES = {"ideal": "ideal factorised", "data": "real data"}

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from emoe.diffusion.chunks import total_and_target
 from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral, cached, reveal_first
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times
+from emoe.diffusion.times import step_counts, stratified_times
 from emoe.ramps import Ramp
 from emoe.rng import Rng
 from emoe.types import (
@@ -33,6 +33,8 @@ from emoe.types import (
     Wants,
     Weighed,
 )
+
+Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,9 @@ class MaskedDiffusionConfig(MethodConfig):
 
     schedule: Schedule = option(LinearSchedule(), doc="masking schedule alpha_t")
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
+    step_aware: bool = option(
+        False, doc="tell the network how many steps the sampler takes, not the time; train on bound@T of many T at once"
+    )
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class MaskedDiffusion(Method):
     @property
     def reads_time(self) -> bool:
         """Whether `denoise` depends on t, through the network or otherwise."""
-        return self.backbone.reads_time
+        return self.backbone.reads_time and not self.config.step_aware
 
     def predict(
         self, x0: Int[Tensor, "N L"], xt: Int[Tensor, "N L"], rows: Int[Tensor, "M L"], t: Tensor, **inputs: Any
@@ -199,18 +204,56 @@ class MaskedDiffusion(Method):
         """Weight of the latent's KL in the training objective; a method with a latent says which."""
         return torch.zeros_like(t)
 
+    def step_kl_weight(self, steps: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
+        """The same with `step_aware`: T, since a sampler of T steps pays at each of them (Eq. 6)."""
+        return steps
+
+    def training_times(self, count: int, rng: Rng) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"] | None]:
+        """Of each row t ~ U(t_low, 1], and None; with `step_aware` t = i / T for i uniform in 1..T, and T."""
+        aware = self.config.step_aware
+        low, stream = 0.0 if aware else self.config.t_low, rng.stream("time", shared=True)
+        t = stratified_times(count, stream, low=low, rank=rng.rank, world=rng.world)
+        if not aware:
+            return t, None
+        steps = step_counts(count, self.space.length, rng.stream("steps"))
+        return (t * steps).ceil().clamp(min=1) / steps, steps
+
+    def told(self, t: Float[Tensor, " B"], steps: Float[Tensor, " B"] | None) -> Float[Tensor, " B"]:
+        """What the network reads in the place of the time, in a step of a sampler of T steps.
+
+        The time t; with `step_aware` log T / log L: 0 for one step, 1 for L or more, and where no sampler is meant.
+        """
+        if not self.config.step_aware:
+            return t
+        if steps is None:
+            return torch.ones_like(t)
+        return (steps.log() / math.log(max(2, self.space.length))).clamp(0, 1)
+
+    def kl_weight_of(
+        self, t: Float[Tensor, " B"], steps: Float[Tensor, " B"] | None, knobs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Weight of the KL of rows at t, or in a step of a sampler of `steps` steps."""
+        return self.kl_weight(t, knobs) if steps is None else self.step_kl_weight(steps, knobs)
+
+    def recon_weight(self, t: Float[Tensor, " B"], steps: Float[Tensor, " B"] | None) -> Float[Tensor, " B"]:
+        """Weight of the masked NLL: w(t), or T a_i for the step i = t T of a sampler of T steps (Eq. 37)."""
+        schedule = self.config.schedule
+        if steps is None:
+            return schedule.elbo_weight(t)
+        before = (t - 1 / steps).clamp(min=0)
+        alpha_s = torch.where(before == 0, 1.0, schedule.alpha(before))
+        return steps * torch.as_tensor(reveal_probability(alpha_s, schedule.alpha(t)))
+
     def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
         """One step of Algo. 1: mean over rows of [w(t) * masked NLL + weight * KL] / L (Eq. 6, 9), plus aux.
 
         Reconstruction and KL are both sums over the sequence in nats and are divided by L together: dividing only
         one of them changes the balance and collapses the latent.
         """
-        t = stratified_times(
-            len(x0), rng.stream("time", shared=True), low=self.config.t_low, rank=rng.rank, world=rng.world
-        )
+        t, steps = self.training_times(len(x0), rng)
         xt = mask_tokens(x0, self.config.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
-            out = self.objective(x0, xt, t, knobs, rng)
+            out = self.objective(x0, xt, t, knobs, rng, steps)
         length = self.space.length
         total = out.loss.mean() / length
         log = {"recon": out.recon.mean() / length, "kl": out.kl.mean() / length, **out.log}
@@ -226,15 +269,16 @@ class MaskedDiffusion(Method):
         t: Float[Tensor, " B"],
         knobs: Mapping[str, Tensor],
         rng: Rng,
+        steps: Float[Tensor, " B"] | None = None,
     ) -> Objective:
         """w(t) * masked NLL + weight * KL for one draw of the latent, whose gradient is that of the loss.
 
         A method whose gradient takes more than that (several draws, score functions) overrides it.
         """
-        out = self.infer(x0, xt, t, knobs, rng)
-        recon = self.config.schedule.elbo_weight(t) * -log_token_of(out, x0).sum(-1)
+        out = self.infer(x0, xt, self.told(t, steps), knobs, rng)
+        recon = self.recon_weight(t, steps) * -log_token_of(out, x0).sum(-1)
         kl = out.kl if out.train_kl is None else out.train_kl
-        return Objective(recon + self.kl_weight(t, knobs) * kl, recon, out.kl, out.aux, out.log)
+        return Objective(recon + self.kl_weight_of(t, steps, knobs) * kl, recon, out.kl, out.aux, out.log)
 
     @torch.no_grad()
     def nll_bound(self, x0: Int[Tensor, "B L"], convention: Convention, rng: Rng) -> Float[Tensor, " B"]:
@@ -253,10 +297,11 @@ class MaskedDiffusion(Method):
         else:
             t, reveal = u, schedule.elbo_weight(u)
         xt = mask_tokens(x0, schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
+        told = self.told(t.float(), torch.full_like(t, steps).float() if steps else None)
         if convention.kind == "iw":
-            return steps * self._weighted_step(x0, xt, t, reveal, convention.draws, rng)
+            return steps * self._weighted_step(x0, xt, told, reveal, convention.draws, rng)
         knobs = {name: torch.ones((), device=x0.device) for name in self.ramps}  # they shape gradients, not values
-        out = self.infer(x0, xt, t.float(), knobs, rng)
+        out = self.infer(x0, xt, told, knobs, rng)
         weight = {"objective": 1, "nelbo": 0, "bound": steps}[convention.kind]
         nll = -log_token_of(out, x0).sum(-1).double()
         return max(steps, 1) * reveal * nll + weight * out.kl.double()
@@ -265,7 +310,7 @@ class MaskedDiffusion(Method):
         self,
         x0: Int[Tensor, "B L"],
         xt: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
+        told: Float[Tensor, " B"],
         reveal: Float[Tensor, " B"],
         draws: int,
         rng: Rng,
@@ -276,7 +321,7 @@ class MaskedDiffusion(Method):
         """
         u = torch.rand(x0.shape, generator=rng.stream("reveal"), device=x0.device, dtype=torch.float64)
         revealed = (xt == self.space.mask_id) & (u < reveal[:, None])
-        many = [value.repeat_interleave(draws, dim=0) for value in (x0, xt, t.float(), revealed)]
+        many = [value.repeat_interleave(draws, dim=0) for value in (x0, xt, told, revealed)]
         out = self.weigh(many[0], many[1], many[2], rng)
         log_token = log_token_of(out, many[0]).double()
         log_weight = out.log_ratio.double() + torch.where(many[3], log_token, 0.0).sum(-1)
@@ -316,11 +361,19 @@ class MaskedDiffusion(Method):
         chain = (x, self.config.schedule, steps, rng)
         mask_id, nucleus = self.space.mask_id, sampler.nucleus
         if sampler.kind == "reveal-first":
-            return reveal_first(
-                self._draft, self.backbone.read, *chain, mask_id=mask_id, nucleus=nucleus, on_step=on_step
-            )
+            draft = self._in_a_sampler(self._draft, steps)
+            return reveal_first(draft, self.backbone.read, *chain, mask_id=mask_id, nucleus=nucleus, on_step=on_step)
         draw = cached if sampler.kind == "cached" else ancestral
-        return draw(self.denoise, *chain, mask_id=mask_id, nucleus=nucleus, on_step=on_step)
+        denoise = self._in_a_sampler(self.denoise, steps)
+        return draw(denoise, *chain, mask_id=mask_id, nucleus=nucleus, on_step=on_step)
+
+    def _in_a_sampler(self, network: Callable[[Tensor, Tensor, Rng], Out], steps: int) -> Callable[..., Out]:
+        """`network` as a sampler of `steps` steps calls it: with the time, of which it is told what it is to read."""
+
+        def called(xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Out:
+            return network(xt, self.told(t, torch.full_like(t, steps)), rng)
+
+        return called
 
     def _draft(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Float[Tensor, "B L K"]:
         return self.backbone.features(xt, t, **self.prior(xt, rng))[0]

@@ -91,7 +91,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 
     def wants(self) -> Wants:
         """Routed experts, and marks if the posterior is to see the mask pattern."""
-        return Wants(experts=self.experts, marks=self.mask_aware, head_chunk=self.head_chunk)
+        return Wants(experts=self.experts, marks=self.mask_aware, head_chunk=self.head_chunk, time=self.step_aware)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> EMoE:
         """Make the method."""
@@ -140,6 +140,10 @@ class EMoE(MaskedDiffusion):
             return weight
         return weight * self.config.schedule.elbo_weight(t) ** knobs["elbo_power"]
 
+    def step_kl_weight(self, steps: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
+        """The same times T^p; with p = 1 the loss is a draw of bound@T."""
+        return knobs["kl_weight"] * steps ** knobs["elbo_power"]
+
     def infer(
         self,
         x0: Int[Tensor, "B L"],
@@ -155,7 +159,7 @@ class EMoE(MaskedDiffusion):
         passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng)
         found = compare(passes.post, passes.prior, passes.routes)
         return Inference(passes.log_x_theta, found.kl.sum(-1), self._balance(found, passes), self._log(found, passes),
-                         self._train_kl(found.kl, passes, xt), passes.out.log_token)  # fmt: skip
+                         self._train_kl(found.kl, passes, xt, t), passes.out.log_token)  # fmt: skip
 
     def objective(
         self,
@@ -164,19 +168,22 @@ class EMoE(MaskedDiffusion):
         t: Float[Tensor, " B"],
         knobs: Mapping[str, Tensor],
         rng: Rng,
+        steps: Float[Tensor, " B"] | None = None,
     ) -> Objective:
         """The loss over K draws of z from the posterior; one draw with pathwise gradients is Algo. 1 itself."""
         config = self.config
         if config.estimator == "pathwise" and config.draws == 1:
-            return super().objective(x0, xt, t, knobs, rng)
-        passes = self._both_passes(x0, xt, t, knobs["relax_tau"], rng, draws=config.draws)
-        found, beta = compare(passes.post, passes.prior, passes.routes), self.kl_weight(t, knobs)
+            return super().objective(x0, xt, t, knobs, rng, steps)
+        told = self.told(t, steps)
+        passes = self._both_passes(x0, xt, told, knobs["relax_tau"], rng, draws=config.draws)
+        found, beta = compare(passes.post, passes.prior, passes.routes), self.kl_weight_of(t, steps, knobs)
         log_token = log_token_of(passes.out, x0.repeat_interleave(config.draws, dim=0))
-        f = config.schedule.elbo_weight(t)[:, None, None] * log_token.unflatten(0, (len(x0), config.draws))
+        f = self.recon_weight(t, steps)[:, None, None] * log_token.unflatten(0, (len(x0), config.draws))
         recon, kl_row = -f.sum(-1).mean(1), found.kl.sum(-1).view(len(x0), -1).mean(1)
         log = self._log(found, passes)
         if config.estimator == "pathwise":
-            counted = self._train_kl(found.kl, passes, xt.repeat_interleave(config.draws, dim=0))
+            many = (value.repeat_interleave(config.draws, dim=0) for value in (xt, told))
+            counted = self._train_kl(found.kl, passes, *many)
             loss = recon + beta * (kl_row if counted is None else counted.view(len(x0), -1).mean(1))
         else:
             r, s = (value.unflatten(0, (len(x0), config.draws)) for value in self._log_routes(passes))
@@ -274,15 +281,22 @@ class EMoE(MaskedDiffusion):
         """The policy that draws each route from the router, sharpened by `route_tau`."""
         return {"route": sharpened(rng.stream("route"), self.config.route_tau)}
 
-    def _train_kl(self, kl: Float[Tensor, "N D"], passes: Passes, xt: Int[Tensor, "N L"]) -> Float[Tensor, " N"] | None:
+    def _train_kl(
+        self, kl: Float[Tensor, "N D"], passes: Passes, xt: Int[Tensor, "N L"], told: Float[Tensor, " N"]
+    ) -> Float[Tensor, " N"] | None:
         """What the training loss counts in place of the KL: masked positions only, or blocks beyond their free nats."""
         if self.config.kl_positions == "masked":
             kl = route_kl(passes.post, passes.prior, (xt == self.space.mask_id).to(kl.dtype))
         elif not self.config.free_nats:
             return None
         # The floor is on the mean over the batch: on each row it would also free rows that need no nats.
-        over = (kl.mean(0) > self.config.free_nats).to(kl.dtype)
-        return (kl * over).sum(-1)
+        if not self.config.step_aware:
+            over = (kl.mean(0) > self.config.free_nats).to(kl.dtype)
+            return (kl * over).sum(-1)
+        # Of samplers with more than two steps nothing is free: they would pay for it at every step.
+        few = (told < self.told(told, torch.full_like(told, 3.0))).to(kl.dtype)[:, None]
+        free = few * ((kl * few).sum(0) / few.sum().clamp(min=1) <= self.config.free_nats).to(kl.dtype)
+        return (kl * (1 - free)).sum(-1)
 
     def _balance(self, found: Compared, passes: Passes) -> Tensor | None:
         if not self.config.balance:

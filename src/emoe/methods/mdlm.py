@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,11 @@ from emoe.types import Denoised, Inference, TokenSpace, Weighed
 @dataclass(frozen=True, kw_only=True)
 class MDLMConfig(MaskedDiffusionConfig, kind="mdlm"):
     """MDLM has no options of its own."""
+
+    def conflicts(self) -> Iterator[str]:
+        """What cannot go together."""
+        if self.step_aware:
+            yield "step_aware: has no meaning without a latent; use false"
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> MDLM:
         """Make the method."""

@@ -37,7 +37,7 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
 
     def wants(self) -> Wants:
         """A latent vector and an encoder of mean and log standard deviation."""
-        return Wants(cond=self.latent, encoder=2 * self.latent, head_chunk=self.head_chunk)
+        return Wants(cond=self.latent, encoder=2 * self.latent, head_chunk=self.head_chunk, time=self.step_aware)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> VADD:
         """Make the method."""
@@ -69,6 +69,10 @@ class VADD(MaskedDiffusion):
         weight = knobs["kl_weight"]
         return weight * self.config.schedule.elbo_weight(t) if self.config.elbo_weighted else weight
 
+    def step_kl_weight(self, steps: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
+        """lambda * T."""
+        return knobs["kl_weight"] * steps
+
     def infer(
         self,
         x0: Int[Tensor, "B L"],
@@ -89,6 +93,7 @@ class VADD(MaskedDiffusion):
         t: Float[Tensor, " B"],
         knobs: Mapping[str, Tensor],
         rng: Rng,
+        steps: Float[Tensor, " B"] | None = None,
     ) -> Objective:
         """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
 
@@ -97,11 +102,11 @@ class VADD(MaskedDiffusion):
         """
         draws = self.config.draws
         if draws == 1:
-            return super().objective(x0, xt, t, knobs, rng)
-        drawn = self._posterior(x0, xt, t, rng, draws)
+            return super().objective(x0, xt, t, knobs, rng, steps)
+        drawn = self._posterior(x0, xt, self.told(t, steps), rng, draws)
         nll = -log_token_of(drawn.out, x0.repeat_interleave(draws, dim=0)).sum(-1).view(len(x0), draws)
-        recon = self.config.schedule.elbo_weight(t)[:, None] * nll
-        beta = self.kl_weight(t, knobs).clamp(min=SMALLEST_BETA)
+        recon = self.recon_weight(t, steps)[:, None] * nll
+        beta = self.kl_weight_of(t, steps, knobs).clamp(min=SMALLEST_BETA)
         value = drawn.log_ratio.view(len(x0), draws) - recon / (beta[:, None] if beta.ndim else beta)
         loss = -beta * (value.logsumexp(1) - math.log(draws))
         kl = gaussian_kl(drawn.mean, drawn.log_std).view(len(x0), draws).mean(1)

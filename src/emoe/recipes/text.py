@@ -29,6 +29,7 @@ LENGTH, TINY_LENGTH = 128, 16  # tokens of a row, which NFE of methods that go f
 BLOCK, TINY_BLOCK = 16, 4  # tokens of a block of BD3-LM
 FLOOR, TINY_FLOOR = 1.5, 1.2  # nats, of at most ln 8 = 2.08 and ln 4 = 1.39
 FREE, TINY_FREE = 1.2, 0.3  # nats per row and block: 0.01 per token of 128, and of 32 tokens
+AWARE_FREE = 10 / 3  # times as many where only few steps have them
 CHUNK = 16_384  # positions whose logits are made at once: 1 GB of them with 30,522 symbols
 
 
@@ -49,6 +50,12 @@ def _kept_open(method: MethodConfig, floor: float, free: float) -> EMoEConfig:
         free_nats=free,
         elbo_power=Linear(start=0.0, end=1.0),
     )
+
+
+def _aware(method: MethodConfig) -> EMoEConfig:
+    """E-MoE+ of a recipe that is told how many steps the sampler takes; nats are free in one and two steps alone."""
+    assert isinstance(method, EMoEConfig)
+    return dataclasses.replace(method, step_aware=True, free_nats=method.free_nats * AWARE_FREE)
 
 
 def _nfe(method: MethodConfig, length: int, most: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,6 +150,12 @@ def lm1b_emoe_plus() -> Experiment:
 
 
 @recipe
+def lm1b_emoe_aware() -> Experiment:
+    """E-MoE+ on LM1B, told how many steps the sampler takes."""
+    return _lm1b("lm1b-emoe-aware", _aware(lm1b_emoe_plus().method), DiTConfig(time_conditioning=True))
+
+
+@recipe
 def lm1b_ar() -> Experiment:
     """The autoregressive baseline on LM1B."""
     return _lm1b("lm1b-ar", ARConfig(), DiTConfig(causal=True))
@@ -190,6 +203,13 @@ def news_small_emoe_plus() -> Experiment:
 
 
 @recipe
+def news_small_emoe_aware() -> Experiment:
+    """E-MoE+ on news, told how many steps the sampler takes."""
+    network = dataclasses.replace(SMALL, time_conditioning=True)
+    return _news("news-small-emoe-aware", _aware(news_small_emoe_plus().method), network)
+
+
+@recipe
 def news_small_ar() -> Experiment:
     """The autoregressive baseline on news."""
     return _news("news-small-ar", ARConfig(), dataclasses.replace(SMALL, causal=True))
@@ -233,6 +253,13 @@ def text_tiny_emoe() -> Experiment:
 def text_tiny_emoe_plus() -> Experiment:
     """E-MoE on a small text of your own, with all blocks kept in use; seconds on a CPU."""
     return _tiny("text-tiny-emoe-plus", _kept_open(text_tiny_emoe().method, TINY_FLOOR, TINY_FREE))
+
+
+@recipe
+def text_tiny_emoe_aware() -> Experiment:
+    """E-MoE+ on a small text of your own, told how many steps the sampler takes; seconds on a CPU."""
+    network = dataclasses.replace(TINY, time_conditioning=True)
+    return _tiny("text-tiny-emoe-aware", _aware(text_tiny_emoe_plus().method), network)
 
 
 @recipe

@@ -81,8 +81,8 @@ LIKELIHOODS = {
     "mdlm": ("nelbo", "bound@1", "bound@4", "bound@16", "bound@64"),
     "sedd": ("nelbo",),
     "bd3lm": ("nelbo", "bound@1"),
-    "vadd": ("objective", "bound@1", "bound@4", "iw@1,16"),
-    "emoe": ("objective", "bound@1", "bound@4", "iw@1,16"),
+    "vadd": ("objective", "bound@1", "bound@4", "bound@16", "iw@1,16"),
+    "emoe": ("objective", "bound@1", "bound@4", "bound@16", "iw@1,16"),
 }
 
 Kind = Literal["sizes", "training", "likelihood", "zero-shot", "pool"]
