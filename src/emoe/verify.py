@@ -128,7 +128,7 @@ def kl_check(method: MaskedDiffusion, rows: Int[Tensor, "n L"], seed: int) -> Ch
     """The KL of posterior and prior two ways: as the method computes it, and as the mean of -log p(z)/q(z)."""
     device = next(method.parameters()).device
     x0 = rows.to(device).repeat(DRAWS, 1)
-    xt, t = torch.full_like(x0, method.space.mask_id), torch.ones(len(x0), device=device)
+    xt, t = torch.full_like(x0, method.space.mask_id), method.told(torch.ones(len(x0), device=device), None)
     knobs = {name: torch.ones((), device=device) for name in method.ramps}
     direct = method.infer(x0, xt, t, knobs, Rng(derive_seed(seed, "kl"), device=device)).kl.double()
     drawn = -method.weigh(x0, xt, t, Rng(derive_seed(seed, "ratio"), device=device)).log_ratio.double()
@@ -381,7 +381,7 @@ def enumerate_routes(method: EMoE, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"
     marks = torch.cat([masked, torch.zeros_like(masked)]) if config.mask_aware else None
     logits, route_logits = method.backbone.forward_last(
         torch.cat([x0, xt]).repeat_interleave(count, 0),
-        torch.cat([t, t]).repeat_interleave(count),
+        method.told(torch.cat([t, t]), None).repeat_interleave(count),
         marks=None if marks is None else marks.repeat_interleave(count, 0),
         route=forced,
     )

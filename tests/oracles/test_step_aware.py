@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -24,6 +25,7 @@ from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Constant
 from emoe.rng import Rng
 from emoe.types import Convention, TokenSpace
+from emoe.verify import verify
 
 ONE = torch.tensor(1.0, dtype=torch.float64)
 EMOE = EMoEConfig(experts=2, step_aware=True, elbo_power=Constant(value=1.0))
@@ -91,6 +93,13 @@ def test_samples_follow_the_exact_law_of_their_number_of_steps(tiny: Any, config
     law = chain_law(method, steps)
     rows = method.sample(20_000, steps, Rng(steps))
     assert chi_square(torch.bincount(rows[:, 0] * 2 + rows[:, 1], minlength=4), law.flatten()) > ALPHA
+
+
+def test_all_checks_of_a_run_hold(tiny: Any) -> None:
+    """`emoe verify`: samples, bounds and gradients against the exact laws of each number of steps."""
+    method = tiny(dataclasses.replace(EMOE, relax_tau=Constant(value=0.5)), length=2, mask_id=2)
+    found = list(verify(method, torch.tensor([[0, 1], [1, 1]]), steps=(1, 3)))
+    assert len(found) > 8 and all(check.passed for check in found), found
 
 
 def test_the_network_is_told_the_number_of_steps_and_not_the_time(tiny: Any) -> None:

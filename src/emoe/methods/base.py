@@ -168,7 +168,10 @@ class MaskedDiffusion(Method):
         knobs: Mapping[str, Tensor],
         rng: Rng,
     ) -> Inference:
-        """Posterior pass (Algo. 1, lines 5-8): log p(x0 | xt, z) and KL(q || p) for z ~ q(z | xt, x0)."""
+        """Posterior pass (Algo. 1, lines 5-8): log p(x0 | xt, z) and KL(q || p) for z ~ q(z | xt, x0).
+
+        t is what the network is told (see `told`), here, in `denoise` and in `weigh`.
+        """
 
     @abstractmethod
     def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
