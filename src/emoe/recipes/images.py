@@ -146,6 +146,15 @@ def digits_emoe() -> Experiment:
 
 
 @recipe
+def digits_emoe_aware() -> Experiment:
+    """E-MoE on small digits, told how many steps the sampler takes; about two minutes on two cores."""
+    method = digits_emoe().method
+    assert isinstance(method, EMoEConfig)
+    aware = dataclasses.replace(method, step_aware=True, elbo_power=Linear(start=0.0, end=1.0))
+    return _digits("digits-emoe-aware", aware)
+
+
+@recipe
 def digits_emoe_plus() -> Experiment:
     """E-MoE on small digits, learned by comparing draws; three to five minutes on two cores."""
     return _digits("digits-emoe-plus", dataclasses.replace(PLUS, t_low=DIGITS_T_LOW))
