@@ -37,6 +37,10 @@ def far(mine: Tensor, wanted: Tensor) -> float:
     return float((mine.float() - wanted).abs().max() / wanted.abs().max())
 
 
+def by_weights(x: Tensor, dy: Tensor, dtype: torch.dtype, stride: int = 1) -> Tensor:
+    return convs.weight_gradient(x, dy, dtype, stride)[0]
+
+
 def options(name: str) -> dict[str, Any]:
     """Numbers of a kernel, with blocks that the interpreter gets through."""
     return getattr(convs, name) | {"BLOCK_P": 16}
@@ -66,9 +70,21 @@ def test_bias_and_skip(outputs: int) -> None:
 def test_gradients_of_weights(shape: tuple[int, int, int, int, int]) -> None:
     x, weight, dy = example(*shape)
     wanted = torch.nn.grad.conv2d_weight(x, list(weight.shape), dy, padding=1)
-    mine = convs.weight_gradient(x, dy, torch.float32)
+    mine = by_weights(x, dy, torch.float32)
     assert far(mine, wanted) < 2e-5
-    assert torch.equal(mine, convs.weight_gradient(x, dy, torch.float32))
+    assert torch.equal(mine, by_weights(x, dy, torch.float32))
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "height", "width"), [(72, 72, 4, 8), (8, 24, 6, 10)])
+def test_every_second_position(inputs: int, outputs: int, height: int, width: int) -> None:
+    x, weight, _ = example(3, inputs, outputs, height, width)
+    dy = normal(3, outputs, height // 2, width // 2, seed=2)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    wanted = nnf.conv2d(x, weight, bias, stride=2, padding=1)
+    assert far(convs.forward(x, weight, bias, stride=2), wanted) < 2e-5
+    assert far(convs.forward(x, weight, bias, dy, stride=2), wanted + dy) < 2e-5
+    by_weight = torch.nn.grad.conv2d_weight(x, list(weight.shape), dy, stride=2, padding=1)
+    assert far(by_weights(x, dy, torch.float32, 2), by_weight) < 2e-5
 
 
 def test_channels_as_powers_of_two() -> None:
@@ -98,7 +114,7 @@ def test_positions_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert convs._parts(105, 16, 1) == parts
         for name in ("WEIGHT", "WEIGHT_WIDE"):  # few programs: these positions are many, or few
             monkeypatch.setattr(convs, name, getattr(convs, name) | {"BLOCK_P": 16})
-        assert far(convs.weight_gradient(x, dy, torch.float32), wanted) < 2e-5
+        assert far(by_weights(x, dy, torch.float32), wanted) < 2e-5
 
 
 def test_half_precision() -> None:
@@ -107,8 +123,8 @@ def test_half_precision() -> None:
     by_weight = torch.nn.grad.conv2d_weight(x.float(), list(weight.shape), dy.float(), padding=1)
     # One bit: the interpreter cuts, where a GPU rounds
     assert far(convs.forward(x, weight), wanted) < 2**-7
-    assert far(convs.weight_gradient(x, dy, HALF), by_weight) < 2**-7
-    assert far(convs.weight_gradient(x, dy, torch.float32), by_weight) < 2e-5
+    assert far(by_weights(x, dy, HALF), by_weight) < 2**-7
+    assert far(by_weights(x, dy, torch.float32), by_weight) < 2e-5
 
 
 def test_what_fits() -> None:
@@ -118,3 +134,4 @@ def test_what_fits() -> None:
     assert not convs.fits(x[:, :12], weight[:, :12])
     assert not convs.fits(x, weight[:4])
     assert not convs.fits(x, weight[:, :, :1, :1])
+    assert convs.fits(x, weight, 2) and not convs.fits(x[:, :, :1], weight, 2)

@@ -10,7 +10,7 @@ from interpreter import DEVICE, unchecked
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from emoe.backbones import unet
+from emoe.backbones import layers, unet
 from emoe.diffusion import chunks
 from emoe.kernels.aside import Aside
 from emoe.recipes import get_recipe
@@ -19,6 +19,7 @@ from emoe.rng import Rng
 convs: Any = unchecked("emoe.kernels.convs")
 maps: Any = unchecked("emoe.kernels.maps")
 head: Any = unchecked("emoe.kernels.head")
+router: Any = unchecked("emoe.kernels.router")
 
 
 def plain(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, bias: Tensor | None, film: Tensor | None) -> Tensor:
@@ -155,7 +156,7 @@ def test_convolutions(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if own:
-        monkeypatch.setattr(convs, "fits", lambda x, weight: weight.shape[2:] == (3, 3))
+        monkeypatch.setattr(convs, "fits", lambda x, weight, stride=1: weight.shape[2:] == (3, 3))
     x, weight = normal(2, 40, 6, 6, seed=0), normal(24, 40, size, size, seed=1)
     bias, skip = normal(24, seed=2), normal(2, 24, 6 // stride, 6 // stride, seed=3)
     wanted = nnf.conv2d(x, weight, bias if with_bias else None, stride, padding)
@@ -169,7 +170,8 @@ def test_convolutions(
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])
 def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would round more than the bar allows
-    monkeypatch.setattr(convs, "fits", lambda x, weight: weight.shape[2:] == (3, 3))  # in single precision too
+    # In single precision too
+    monkeypatch.setattr(convs, "fits", lambda x, weight, stride=1: weight.shape[2:] == (3, 3))
     experiment = get_recipe(f"digits-{method}")
     domain = experiment.domain.build(0)
     torch.manual_seed(0)
@@ -181,6 +183,7 @@ def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.Monk
 
     def gradients(kernels: Any) -> tuple[float, list[Tensor]]:
         monkeypatch.setattr(unet, "_fused", lambda h: kernels)
+        monkeypatch.setattr(layers, "_fused", lambda x: kernels and router)
         model.zero_grad()
         loss = model(batch, knobs, Rng(0, device=DEVICE)).total
         loss.backward()

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from emoe.kernels import conv3x3
+
 PROGRAMS = 132  # multiprocessors of a large GPU
 # Options of the two kernels, the fastest of those that were tried on an H200.
 LARGE: dict[str, Any] = {"BLOCK_P": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
@@ -30,12 +32,26 @@ WEIGHT_WIDE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_P": 64, "num_warps": 4, "n
 
 
 @triton.jit
-def _taps_inside(p, end, H: tl.constexpr, W: tl.constexpr):
-    """A bit for each of the nine taps at positions p of all maps: whether it lies inside; 0 from `end` on."""
-    w, h = p % W, p // W % H
+def _taps_inside(p, end, H: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr):
+    """A bit for each of the nine taps at positions p of all results: whether it lies inside; 0 from `end` on.
+
+    H and W are the map's, and multiples of the stride.
+    """
+    w, h = p % (W // STRIDE) * STRIDE, p // (W // STRIDE) % (H // STRIDE) * STRIDE
     vertical = tl.where(h > 0, 0b000000111, 0) | tl.where(h < H - 1, 0b111111000, 0b000111000)
     horizontal = tl.where(w > 0, 0b001001001, 0) | tl.where(w < W - 1, 0b110110110, 0b010010010)
     return tl.where(p < end, vertical & horizontal, 0)
+
+
+@triton.jit
+def _under(x, begin, p, W: tl.constexpr, IN: tl.constexpr, STRIDE: tl.constexpr):
+    """Where the positions of the maps lie that are under positions begin + p of the results."""
+    if STRIDE == 1:
+        found = x + begin.to(tl.int64) * IN + p * IN
+    else:
+        q = begin + p
+        found = x + (q // (W // STRIDE)).to(tl.int64) * (STRIDE * W * IN) + q % (W // STRIDE) * (STRIDE * IN)
+    return found
 
 
 @triton.jit
@@ -61,14 +77,14 @@ def _store(
 @triton.jit
 def _forward(
     x, weight, bias, skip, y, count, H: tl.constexpr, W: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr, TURNED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr,
+    TURNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * BLOCK_P
     first = tl.program_id(1) * (BLOCK_N + MORE)
     p, o, more = tl.arange(0, BLOCK_P), first + tl.arange(0, BLOCK_N), first + BLOCK_N + tl.arange(0, max(MORE, 1))
-    bits = _taps_inside(begin + p, count, H, W)
-    at = x + begin.to(tl.int64) * IN + p[:, None] * IN
+    bits = _taps_inside(begin + p, count, H, W, STRIDE)
+    at = _under(x, begin, p[:, None], W, IN, STRIDE)
     total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     rest = tl.zeros((BLOCK_P, max(MORE, 1)), tl.float32)
     for start in range(0, 9 * IN, BLOCK_K):
@@ -95,19 +111,20 @@ def _forward(
 @triton.jit
 def _by_weight(
     x, dy, partial, count, EACH: tl.constexpr, H: tl.constexpr, W: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(1) * EACH
     end = tl.minimum(begin + EACH, count)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     tap, offset = _tap_and_offset(m, W, IN)
-    at, slope = x + begin.to(tl.int64) * IN, dy + begin.to(tl.int64) * OUT
+    slope = dy + begin.to(tl.int64) * OUT
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, EACH, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        inside = (_taps_inside(begin + p, end, H, W)[:, None] >> tap[None, :]) & 1 != 0
-        value = tl.load(at + p[:, None] * IN + offset[None, :], mask=inside, other=0.0)
+        inside = (_taps_inside(begin + p, end, H, W, STRIDE)[:, None] >> tap[None, :]) & 1 != 0
+        at = _under(x, begin, p[:, None], W, IN, STRIDE)
+        value = tl.load(at + offset[None, :], mask=inside, other=0.0)
         real = (p < end - begin)[:, None] & (o < OUT)[None, :]
         g = tl.load(slope + p[:, None] * OUT + o[None, :], mask=real, other=0.0)
         total = tl.dot(tl.trans(value), g, total, input_precision="ieee")
@@ -117,18 +134,25 @@ def _by_weight(
 
 @triton.jit
 def _add_parts(
-    partial, dw, PARTS: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr
-):
+    partial, dw, dbias, PARTS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at, part = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
-    inside = (part < PARTS)[:, None] & (at < M * OUT)[None, :]
-    total = tl.sum(tl.load(partial + part[:, None] * (M * OUT) + at[None, :], mask=inside, other=0.0), 0)
-    tl.store(dw + at % OUT * M + at // OUT, total.to(dw.dtype.element_ty), mask=at < M * OUT)
+    inside = (part < PARTS)[:, None] & (at < ROWS * OUT)[None, :]
+    total = tl.sum(tl.load(partial + part[:, None] * (ROWS * OUT) + at[None, :], mask=inside, other=0.0), 0)
+    row, o = at // OUT, at % OUT
+    tl.store(dw + o * M + row, total.to(dw.dtype.element_ty), mask=row < M)
+    if ROWS > M:
+        tl.store(dbias + o, total, mask=row == M)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether x (B, I, H, W) and weights (O, I, 3, 3) are for these kernels: half precision, I and O multiples of 8."""
-    half = x.dtype == weight.dtype and x.element_size() == 2
-    return half and weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0 and weight.shape[2:] == (3, 3)
+def fits(x: Tensor, weight: Tensor, stride: int = 1) -> bool:
+    """Whether x (B, I, H, W) and weights (O, I, 3, 3) are for these kernels.
+
+    They want half precision, I and O multiples of 8, H and W multiples of the stride.
+    """
+    half = x.dtype == weight.dtype and x.element_size() == 2 and weight.shape[2:] == (3, 3)
+    return half and not any(n % 8 for n in weight.shape[:2]) and not any(side % stride for side in x.shape[2:])
 
 
 def _columns(outputs: int) -> tuple[int, dict[str, int]]:
@@ -151,29 +175,42 @@ def _options(positions: int, inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, skip: Tensor | None = None, *, turned: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    *,
+    stride: int = 1,
+    turned: bool = False,
 ) -> Tensor:
-    """A 3x3 convolution that keeps the side: (B, I, H, W) and (O, I, 3, 3) of one precision to (B, O, H, W).
+    """A 3x3 convolution that keeps the side or divides it by the stride.
+
+    (B, I, H, W) and (O, I, 3, 3) of one precision to (B, O, H / stride, W / stride).
 
     Args:
         x: A map.
         weight: Its weights.
         bias: (O,) in single precision, added to the result.
-        skip: (B, O, H, W) in the precision of x, added to the result.
-        turned: The transpose, which is the gradient of the input; the weights are (I, O, 3, 3).
+        skip: Of the result's shape, in the precision of x, added to the result.
+        stride: Distance between the positions of the result.
+        turned: The transpose, which is the gradient of the input; the weights are (I, O, 3, 3), the stride is 1.
     """
     x = x.contiguous(memory_format=torch.channels_last)
     weight = weight.contiguous(memory_format=torch.channels_last)
     (batch, inputs, height, width), outputs = x.shape, weight.shape[1 if turned else 0]
-    y = torch.empty(batch, outputs, height, width, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    shape = batch, outputs, height // stride, width // stride
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    skip = None if skip is None else skip.contiguous(memory_format=torch.channels_last)
+    if stride == 1 and conv3x3.fits(x, outputs):
+        conv3x3.forward(x, weight, bias, skip, y, turned=turned)
+        return y
     programs, blocks = _columns(outputs)
-    positions = batch * height * width
+    positions = y.numel() // outputs
     options = _options(positions, inputs, outputs)
     _forward[(triton.cdiv(positions, options["BLOCK_P"]), programs)](
-        x, weight, weight if bias is None else bias,
-        x if skip is None else skip.contiguous(memory_format=torch.channels_last), y, positions,
-        H=height, W=width, IN=inputs, OUT=outputs, TURNED=turned, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None,
-        **blocks, **options,
+        x, weight, weight if bias is None else bias, x if skip is None else skip, y, positions,
+        H=height, W=width, IN=inputs, OUT=outputs, STRIDE=stride, TURNED=turned, HAS_BIAS=bias is not None,
+        HAS_SKIP=skip is not None, **blocks, **options,
     )  # fmt: skip
     return y
 
@@ -185,25 +222,40 @@ def _parts(positions: int, block: int, tiles: int) -> tuple[int, int]:
     return triton.cdiv(blocks, each), each * block
 
 
-def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of the weights, (O, I, 3, 3) in `dtype`, from x (B, I, H, W) and the result's (B, O, H, W).
+def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype, stride: int = 1) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the weights, (O, I, 3, 3) in `dtype`, from x (B, I, H, W) and that of the result.
 
-    dw[o, tap, i] = sum_p dy[p, o] x[p + tap, i]. Programs take parts of the positions, and another kernel adds up.
+    dw[o, tap, i] = sum_p dy[p, o] x[stride p + tap, i]. Programs take parts of the positions, and another kernel adds
+    up. Where it costs nothing there is the gradient of the bias too, sum_p dy[p, o] in single precision.
     """
     x, dy = x.contiguous(memory_format=torch.channels_last), dy.contiguous(memory_format=torch.channels_last)
-    (batch, inputs, height, width), outputs = x.shape, dy.shape[1]
-    columns, positions = min(128, max(16, triton.next_power_of_2(outputs))), batch * height * width
+    inputs, outputs = x.shape[1], dy.shape[1]
+    if stride == 1 and conv3x3.fits_weights(x, dy):
+        partial = conv3x3.partial_weight_gradients(x, dy)
+    else:
+        partial = _partial(x, dy, stride)
+    parts, rows = partial.shape[:2]
+    dw = torch.empty(outputs, inputs, 3, 3, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+    dbias = torch.empty(outputs, device=x.device) if rows > 9 * inputs else None
+    several = triton.next_power_of_2(parts)
+    block = max(32, 8192 // several)
+    _add_parts[(triton.cdiv(rows * outputs, block),)](
+        partial, dw, partial if dbias is None else dbias, PARTS=parts, M=9 * inputs, ROWS=rows, OUT=outputs,
+        BLOCK_S=several, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return dw, dbias
+
+
+def _partial(x: Tensor, dy: Tensor, stride: int) -> Tensor:
+    """Terms of that gradient: (parts, 9 I, O)."""
+    (_, inputs, height, width), outputs = x.shape, dy.shape[1]
+    columns, positions = min(128, max(16, triton.next_power_of_2(outputs))), dy.numel() // outputs
     options = WEIGHT_WIDE if inputs > 128 or positions < 64 * PROGRAMS else WEIGHT
     tiles, programs = triton.cdiv(9 * inputs, options["BLOCK_M"]), triton.cdiv(outputs, columns)
     parts, each = _parts(positions, options["BLOCK_P"], tiles * programs)
     partial = torch.empty(parts, 9 * inputs, outputs, device=x.device)
-    dw = torch.empty(outputs, inputs, 3, 3, dtype=dtype, device=x.device, memory_format=torch.channels_last)
     _by_weight[(tiles, parts, programs)](
-        x, dy, partial, positions, EACH=each, H=height, W=width, IN=inputs, OUT=outputs, BLOCK_N=columns, **options
-    )
-    several = triton.next_power_of_2(parts)
-    block = max(32, 8192 // several)
-    _add_parts[(triton.cdiv(9 * inputs * outputs, block),)](
-        partial, dw, PARTS=parts, M=9 * inputs, OUT=outputs, BLOCK_S=several, BLOCK=block, num_warps=4
-    )
-    return dw
+        x, dy, partial, positions, EACH=each, H=height, W=width, IN=inputs, OUT=outputs, STRIDE=stride,
+        BLOCK_N=columns, **options,
+    )  # fmt: skip
+    return partial

@@ -557,10 +557,10 @@ class _Convolution(torch.autograd.Function):
         if skip is not None:
             skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
-        ctx.own = stride == padding == 1 and convs.fits(x, weight)
+        ctx.own = padding == 1 and convs.fits(x, weight, stride)
         ctx.steps, ctx.aside = (stride, padding), aside
         if ctx.own:
-            return convs.forward(x, weight, bias, skip)
+            return convs.forward(x, weight, bias, skip, stride=stride)
         return _added(nnf.conv2d(x, weight, stride=stride, padding=padding), bias, skip)
 
     @staticmethod
@@ -568,15 +568,18 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
         dx = dw = dbias = None
+        stride = ctx.steps[0]
         if ctx.needs_input_grad[0]:
-            dx = convs.forward(dy, weight, turned=True) if ctx.own else _gradient(0, x, dy, weight, *ctx.steps)
+            own = ctx.own and stride == 1
+            dx = convs.forward(dy, weight, turned=True) if own else _gradient(0, x, dy, weight, *ctx.steps)
         if ctx.needs_input_grad[1]:
             if ctx.own:
-                dw = ctx.aside(convs.weight_gradient, x, dy, weight.dtype)
+                dw, dbias = ctx.aside(convs.weight_gradient, x, dy, weight.dtype, stride)
             else:
                 dw = ctx.aside(_gradient, 1, x, dy, weight, *ctx.steps)
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2] and dbias is None:
             dbias = ctx.aside(_summed, dy)
+        dbias = dbias if ctx.needs_input_grad[2] else None
         return dx, dw, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None
 
 
@@ -598,7 +601,8 @@ def convolution(
 ) -> Tensor:
     """A convolution, (B, I, H, W) and (O, I, K, K) of one precision to (B, O, H', W'), + bias + skip.
 
-    Half precision, taps of 3x3 and a stride of 1 are for `convs`, all else for cuDNN.
+    Half precision and taps of 3x3 are for `convs`, all else for cuDNN, and so is the gradient of an input that has a
+    stride.
 
     Args:
         x: A map.

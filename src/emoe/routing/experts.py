@@ -6,6 +6,7 @@ Names carry shapes: N rows (batch times positions), K model width, F hidden widt
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from emoe.compiled import compiled
+from emoe.compiled import compiled, kernels
 from emoe.diffusion.chunks import product_dtype
 from emoe.types import Gate
 
@@ -124,7 +125,16 @@ class RoutedExperts(nn.Module):
         self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, "N k"], weight: Float[Tensor, "N k"]
     ) -> Float[Tensor, "N K"]:
         """All experts on all rows as two plain matrix products; weights of 0 leave no gradient in an expert."""
-        return _all_experts(rows_NK, expert, weight, self.w_in, self.b_in, self.w_out, self.b_out, self.approximate)
+        parameters = self.w_in, self.b_in, self.w_out, self.b_out
+        fused = _fused(rows_NK)
+        if fused is not None:
+            return fused.all_experts(rows_NK, expert, weight, *parameters, self.approximate, product_dtype(rows_NK))
+        return _all_experts(rows_NK, expert, weight, *parameters, self.approximate)
+
+
+def _fused(rows: Tensor) -> ModuleType | None:
+    """Kernels that gate the hidden layer in one pass, where rows lie on a GPU and have a precision that they know."""
+    return kernels("gates") if rows.is_cuda and rows.dtype != torch.float64 else None
 
 
 @compiled
