@@ -28,8 +28,10 @@ TINY_T_LOW = 1 / 64
 LENGTH, TINY_LENGTH = 128, 16  # tokens of a row, which NFE of methods that go from left to right depend on
 BLOCK, TINY_BLOCK = 16, 4  # tokens of a block of BD3-LM
 FLOOR, TINY_FLOOR = 1.5, 1.2  # nats, of at most ln 8 = 2.08 and ln 4 = 1.39
-FREE, TINY_FREE = 1.2, 0.3  # nats per row and block: 0.01 per token of 128, and of 32 tokens
-AWARE_FREE = 10 / 3  # times as many where only few steps have them
+# Nats per row and block that cost nothing. Rows of 128 tokens need more of them for a block to start: with 1.2 four
+# blocks of six took these and no more (docs/log.md).
+FREE, TINY_FREE = 3.0, 0.3
+AWARE_FREE, TINY_AWARE_FREE = 4.0, 1.0  # where only few steps have them
 CHUNK = 16_384  # positions whose logits are made at once: 1 GB of them with 30,522 symbols
 
 
@@ -52,10 +54,10 @@ def _kept_open(method: MethodConfig, floor: float, free: float) -> EMoEConfig:
     )
 
 
-def _aware(method: MethodConfig) -> EMoEConfig:
+def _aware(method: MethodConfig, free: float) -> EMoEConfig:
     """E-MoE+ of a recipe that is told how many steps the sampler takes; nats are free in one and two steps alone."""
     assert isinstance(method, EMoEConfig)
-    return dataclasses.replace(method, step_aware=True, free_nats=method.free_nats * AWARE_FREE)
+    return dataclasses.replace(method, step_aware=True, free_nats=free)
 
 
 def _nfe(method: MethodConfig, length: int, most: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,7 +154,7 @@ def lm1b_emoe_plus() -> Experiment:
 @recipe
 def lm1b_emoe_aware() -> Experiment:
     """E-MoE+ on LM1B, told how many steps the sampler takes."""
-    return _lm1b("lm1b-emoe-aware", _aware(lm1b_emoe_plus().method), DiTConfig(time_conditioning=True))
+    return _lm1b("lm1b-emoe-aware", _aware(lm1b_emoe_plus().method, AWARE_FREE), DiTConfig(time_conditioning=True))
 
 
 @recipe
@@ -206,7 +208,7 @@ def news_small_emoe_plus() -> Experiment:
 def news_small_emoe_aware() -> Experiment:
     """E-MoE+ on news, told how many steps the sampler takes."""
     network = dataclasses.replace(SMALL, time_conditioning=True)
-    return _news("news-small-emoe-aware", _aware(news_small_emoe_plus().method), network)
+    return _news("news-small-emoe-aware", _aware(news_small_emoe_plus().method, AWARE_FREE), network)
 
 
 @recipe
@@ -259,7 +261,7 @@ def text_tiny_emoe_plus() -> Experiment:
 def text_tiny_emoe_aware() -> Experiment:
     """E-MoE+ on a small text of your own, told how many steps the sampler takes; seconds on a CPU."""
     network = dataclasses.replace(TINY, time_conditioning=True)
-    return _tiny("text-tiny-emoe-aware", _aware(text_tiny_emoe_plus().method), network)
+    return _tiny("text-tiny-emoe-aware", _aware(text_tiny_emoe_plus().method, TINY_AWARE_FREE), network)
 
 
 @recipe
