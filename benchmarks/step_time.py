@@ -152,9 +152,8 @@ def main() -> None:
                 torch.cuda.synchronize()
             if turn >= 0:
                 times[method].append(1000 * (time.perf_counter() - start) / count)
-    info = RunInfo(
-        command="python benchmarks/step_time.py", wall_s=round(time.monotonic() - began, 1), **describe_machine(device)
-    )
+    command = f"python benchmarks/step_time.py --task {args.task}" + (" --rival FOLDER" if args.rival else "")
+    info = RunInfo(command=command, wall_s=round(time.monotonic() - began, 1), **describe_machine(device))
     rows = []
     base = statistics.median(times["mdlm"])
     print(f"{info.device}, torch {info.torch}, {torch.get_num_threads()} threads")

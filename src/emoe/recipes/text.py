@@ -28,9 +28,7 @@ TINY_T_LOW = 1 / 64
 LENGTH, TINY_LENGTH = 128, 16  # tokens of a row, which NFE of methods that go from left to right depend on
 BLOCK, TINY_BLOCK = 16, 4  # tokens of a block of BD3-LM
 FLOOR, TINY_FLOOR = 1.5, 1.2  # nats, of at most ln 8 = 2.08 and ln 4 = 1.39
-# Nats per row and block that cost nothing. Rows of 128 tokens need more of them for a block to start: with 1.2 four
-# blocks of six took these and no more (docs/log.md).
-FREE, TINY_FREE = 3.0, 0.3
+FREE, TINY_FREE = 1.2, 0.3  # nats per row and block: 0.01 per token of 128, and of 32 tokens
 AWARE_FREE, TINY_AWARE_FREE = 4.0, 1.0  # where only few steps have them
 CHUNK = 16_384  # positions whose logits are made at once: 1 GB of them with 30,522 symbols
 
