@@ -2,6 +2,7 @@
 
     ./run emoe --version && PYTHONPATH=src .venv/bin/python benchmarks/step_time.py --record
     ... --task mnist --data-root data --rival FOLDER
+    ... --task news-small --set sets/news --methods all
 
 Times on shared machines are noisy: methods take turns, round after round, and the ratio of medians is what counts.
 `--rival` is a checkout of addtt/variational-diffusion-models, whose UNet the paper's was derived from: a training step
@@ -57,7 +58,10 @@ IMAGES: Methods = {
     "mdlm, eager": ("mdlm", {"train.cuda-graph": "false"}),
     "mdlm, eager, tf32": ("mdlm", {"train.cuda-graph": "false", "train.precision": "tf32"}),
 }
-TASKS = {"toy": ("toy-8modes-", TOY), "mnist": ("mnist-", IMAGES)}
+TEXT: Methods = {
+    name: (name, {}) for name in ("mdlm", "ar", "sedd", "bd3lm", "vadd", "emoe", "emoe-plus", "emoe-aware")
+}
+TASKS = {"toy": ("toy-8modes-", TOY), "mnist": ("mnist-", IMAGES), "news-small": ("news-small-", TEXT)}
 RIVAL = "vdm, eager"
 
 
@@ -112,8 +116,8 @@ def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int
     return step
 
 
-def main() -> None:
-    """Measure and print a table."""
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each method")
@@ -123,17 +127,24 @@ def main() -> None:
         "--methods", default="mdlm;vadd;emoe;emoe-plus", help="names, separated by ;  all = all of them"
     )
     parser.add_argument("--data-root", help="where MNIST is")
+    parser.add_argument("--set", help="with --task news-small: folder of the prepared text")
     parser.add_argument("--rival", type=Path, help="with --task mnist: checkout of the VDM UNet to time beside")
     parser.add_argument("--record", metavar="FILE", nargs="?", const="results/benchmark.json", help="record the rows")
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("--rounds: at least 2 turns are needed for a standard error")
+    return args
+
+
+def main() -> None:
+    """Measure and print a table."""
+    args = arguments()
     device = pick_device(args.device)
     count = args.steps or (100 if device.type == "cuda" else 5)
     began = time.monotonic()
     prefix, methods = TASKS[args.task]
     names = list(methods) if args.methods == "all" else ["mdlm", *(n for n in args.methods.split(";") if n != "mdlm")]
-    where = {"domain.root": args.data_root} if args.data_root else {}
+    where = {"domain.root": args.data_root} if args.data_root else {"domain.path": args.set} if args.set else {}
     chosen = {name: (prefix + methods[name][0], methods[name][1] | where) for name in names}
     steppers: dict[str, Callable[[int], None]] = {
         name: stepper_of(recipe, device, settings) for name, (recipe, settings) in chosen.items()
