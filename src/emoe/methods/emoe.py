@@ -67,7 +67,6 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     free_nats: float = option(
         0.0, doc="nats per row up to which the route KL of a block is not counted in training", low=0
     )
-    free_blocks: int | None = option(None, doc="blocks, from the first, that have free nats; none = all", low=1)
     balance: float = option(0.0, doc="weight of the balance loss", low=0)
     balance_form: Literal["switch", "floor"] = option(
         "switch", doc="balance loss: Switch's, or how far the entropy of a block's usage is below `usage_floor`"
@@ -84,8 +83,6 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
             yield f"top_k: must be in 1..experts = {self.experts}, got {self.top_k}"
         if self.estimator == "pathwise" and self.gradient == "none":
             yield "gradient: none leaves the posterior without a signal; choose one, or another estimator"
-        if self.free_blocks is not None and not self.free_nats:
-            yield "free_blocks: says who has free nats, of which there are none: set free_nats"
         if self.estimator != "pathwise":
             if self.draws < 2:
                 yield f"draws: {self.estimator} compares draws and needs at least 2, got {self.draws}"
@@ -293,15 +290,12 @@ class EMoE(MaskedDiffusion):
         elif not self.config.free_nats:
             return None
         # The floor is on the mean over the batch: on each row it would also free rows that need no nats.
-        nats = torch.full_like(kl[0], self.config.free_nats)
-        if self.config.free_blocks is not None:
-            nats[self.config.free_blocks :] = 0
         if not self.config.step_aware:
-            over = (kl.mean(0) > nats).to(kl.dtype)
+            over = (kl.mean(0) > self.config.free_nats).to(kl.dtype)
             return (kl * over).sum(-1)
         # Of samplers with more than two steps nothing is free: they would pay for it at every step.
         few = (told < self.told(told, torch.full_like(told, 3.0))).to(kl.dtype)[:, None]
-        free = few * ((kl * few).sum(0) / few.sum().clamp(min=1) <= nats).to(kl.dtype)
+        free = few * ((kl * few).sum(0) / few.sum().clamp(min=1) <= self.config.free_nats).to(kl.dtype)
         return (kl * (1 - free)).sum(-1)
 
     def _balance(self, found: Compared, passes: Passes) -> Tensor | None:
