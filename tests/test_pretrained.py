@@ -216,6 +216,21 @@ def test_a_model_samples_where_its_data_are_not(rows: Run, tmp_path: Path) -> No
         other.domain  # noqa: B018
 
 
+def test_a_run_folder_samples_and_is_released_where_its_data_are_not(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(5, size=(60, 4)))
+    settings = TINY | {"domain.path": "rows.npy", "name": "rows-tiny"}
+    made = train("rows-mdlm", tmp_path / "run", settings=settings, device="cpu", quiet=True)
+    (tmp_path / "rows.npy").unlink()
+    opened = load_run(tmp_path / "run", device="cpu")
+    assert torch.equal(opened.sample(7, 3), made.sample(7, 3))
+    assert release(tmp_path / "run", tmp_path / "out").parameters == sum(p.numel() for p in made.method.parameters())
+    with pytest.raises(DataError, match=r"rows\.npy"):
+        opened.domain  # noqa: B018
+    np.save(tmp_path / "rows.npy", np.arange(30).reshape(10, 3) % 5)
+    with pytest.raises(ConfigError, match="length=3.* but .*run has .*length=4"):
+        opened.domain  # noqa: B018
+
+
 def test_settings_that_fit_and_settings_that_do_not(copy: Path) -> None:
     greedy = from_pretrained(copy, settings={"method.route-tau": "0"})
     assert greedy.experiment.name == "digits-tiny method.route-tau=0"

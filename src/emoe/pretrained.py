@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,7 +32,7 @@ from emoe.engine.checkpoint import NewerSchemaError, StorageError
 from emoe.evaluation.machine import source_commit
 from emoe.experiment import Experiment, customise
 from emoe.methods.base import Method
-from emoe.runs import Run, Weights, load_run, pick_device
+from emoe.runs import OpenedRun, Weights, load_run, pick_device
 from emoe.types import TokenSpace
 
 __all__ = ["PretrainedRun", "Release", "find", "from_pretrained", "release", "release_command", "released"]
@@ -62,8 +61,8 @@ class Release:
     tensor: str  # where that is
 
 
-class PretrainedRun(Run):
-    """A released model, opened: a `Run` whose data are read on first use, if ever.
+class PretrainedRun(OpenedRun):
+    """A released model, opened.
 
     Args:
         path: The folder of the release; nothing is written to it.
@@ -88,23 +87,13 @@ class PretrainedRun(Run):
         licence: str,
         domain: Domain | None = None,
     ):
-        fields = {"path": path, "name": name, "experiment": experiment, "method": method, "step": step}
-        vars(self).update(fields, licence=licence, result=None)  # the base class is frozen
-        if domain is not None:
-            vars(self)["domain"] = domain
+        super().__init__(path, experiment, method, step, domain)
+        vars(self).update(name=name, licence=licence)
 
-    @cached_property
-    def domain(self) -> Domain:
-        """The data, measures and pictures of the experiment.
-
-        Raises:
-            DataError: The data are not here; sampling does without them.
-            ConfigError: They have other symbols or another length than the model.
-        """
-        domain = self.experiment.domain.build(self.experiment.seed)
-        if domain.space != self.method.space:
-            raise ConfigError([f"domain: the data have {domain.space}, but {self.name} has {self.method.space}"])
-        return domain
+    @property
+    def called(self) -> str:
+        """Its name."""
+        return self.name
 
     @property
     def eval_file(self) -> Path | None:

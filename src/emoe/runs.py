@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from emoe.experiment import Experiment, customise, differences
 from emoe.methods.base import Method
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
+from emoe.types import TokenSpace
 
 Weights = Literal["auto", "ema", "model"]
 # A resumed run may change these without changing what it computes.
@@ -78,6 +80,42 @@ class Run:
     ) -> Completion:
         """Draw `n` completions of each given row or image, which may be files: see `emoe.completion.complete`."""
         return complete(self, given, n, nfe, seed, keep=keep, ink=ink)
+
+
+class OpenedRun(Run):
+    """A run whose data are read on first use, if ever: to sample it takes the weights and the experiment alone.
+
+    Args:
+        path: Its folder.
+        experiment: What it was trained as.
+        method: The method with trained weights in evaluation mode.
+        step: Training steps behind the weights.
+        domain: The domain, if the caller has built it already.
+    """
+
+    def __init__(self, path: Path, experiment: Experiment, method: Method, step: int, domain: Domain | None = None):
+        fields = {"path": path, "experiment": experiment, "method": method, "step": step, "result": None}
+        vars(self).update(fields)  # the base class is frozen
+        if domain is not None:
+            vars(self)["domain"] = domain
+
+    @cached_property
+    def domain(self) -> Domain:
+        """The data, measures and pictures of the experiment.
+
+        Raises:
+            DataError: The data are not here; sampling does without them.
+            ConfigError: They have other symbols or another length than the model.
+        """
+        domain = self.experiment.domain.build(self.experiment.seed)
+        if domain.space != self.method.space:
+            raise ConfigError([f"domain: the data have {domain.space}, but {self.called} has {self.method.space}"])
+        return domain
+
+    @property
+    def called(self) -> str:
+        """What messages call it."""
+        return str(self.path)
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -148,13 +186,14 @@ def train(
             progress=progress,
             meta={
                 "experiment": experiment.name, "rows": len(domain.rows), "data": data,
+                "space": dataclasses.asdict(domain.space),
                 **({"parts": parts} if parts > 1 else {}),
             },
             health=method.health,
             world=world,
         )  # fmt: skip
         opened = load_run(path, device=str(where), domain=domain)
-    return dataclasses.replace(opened, result=result)
+    return Run(opened.path, opened.experiment, domain, opened.method, opened.step, result)
 
 
 def _own_device(name: str) -> torch.device:
@@ -239,6 +278,8 @@ def load_run(
 ) -> Run:
     """Open a run folder with its newest valid checkpoint, or a released model (see `emoe.pretrained`).
 
+    No training data are needed until `.domain` is asked for.
+
     Args:
         path: The run folder; where there is none, the folder or the name of a released model.
         device: auto, cpu, cuda or cuda:N.
@@ -259,8 +300,9 @@ def load_run(
     saved = checkpoint.load_latest(path / "checkpoints")
     if saved is None:
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
-    domain = domain or experiment.domain.build(experiment.seed)
-    method = experiment.build_method(domain.space)
+    if domain is None and "space" not in saved.meta:  # a run of an earlier version
+        domain = experiment.domain.build(experiment.seed)
+    method = experiment.build_method(TokenSpace(**saved.meta["space"]) if domain is None else domain.space)
     state = dict(saved.tensors["model"])
     if weights == "ema" and "ema" not in saved.tensors:
         raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
@@ -271,4 +313,4 @@ def load_run(
     except RuntimeError as error:
         faults = [line.strip() for line in str(error).splitlines()[1:]]
         raise ConfigError([f"run: the weights in {path} do not fit these fields or this data", *faults[:5]]) from None
-    return Run(path, experiment, domain, method.to(where).eval(), saved.step)
+    return OpenedRun(path, experiment, method.to(where).eval(), saved.step, domain)
