@@ -90,9 +90,11 @@ inline float widened(uint16_t bits) {
     memcpy(&out, &wide, 4);
     return out;
 #else
-    _Float16 half;
-    memcpy(&half, &bits, 2);
-    return (float)half;
+    int exponent = bits >> 10 & 31, digits = bits & 1023;
+    float size = exponent == 31  ? (digits ? NAN : INFINITY)
+                 : exponent == 0 ? std::ldexp((float)digits, -24)
+                                 : std::ldexp((float)(1024 + digits), exponent - 25);
+    return bits >> 15 ? -size : size;
 #endif
 }
 inline uint16_t narrowed(float value) {
@@ -101,10 +103,14 @@ inline uint16_t narrowed(float value) {
     memcpy(&bits, &value, 4);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, ties to even
 #else
-    _Float16 half = (_Float16)value;
-    uint16_t bits;
-    memcpy(&bits, &half, 2);
-    return bits;
+    uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+    float size = std::fabs(value);
+    if (std::isnan(value)) return sign | 0x7e00;
+    if (size >= 65520) return sign | 0x7c00;
+    if (size < std::ldexp(1.f, -14)) return sign | (uint16_t)std::nearbyint(std::ldexp(size, 24));
+    int exponent;
+    float digits = std::nearbyint(std::ldexp(std::frexp(size, &exponent), 11));  // 1024 to 2048
+    return sign | (uint16_t)(((exponent + 14) << 10) + (int)digits - 1024);
 #endif
 }
 inline float part(uint32_t word, int which) { return widened((uint16_t)(which ? word >> 16 : word & 0xffff)); }
