@@ -231,6 +231,19 @@ def test_a_run_folder_samples_and_is_released_where_its_data_are_not(tmp_path: P
         opened.domain  # noqa: B018
 
 
+def test_a_run_of_an_earlier_version_is_opened_with_its_data(rows: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = checkpoint.load_latest
+
+    def older(folder: Path) -> checkpoint.Checkpoint | None:
+        found = load(folder)
+        assert found is not None and found.meta.pop("space")
+        return found
+
+    monkeypatch.setattr(checkpoint, "load_latest", older)
+    opened = load_run(rows.path, device="cpu")
+    assert "domain" in vars(opened) and torch.equal(opened.sample(3, 2), rows.sample(3, 2))
+
+
 def test_settings_that_fit_and_settings_that_do_not(copy: Path) -> None:
     greedy = from_pretrained(copy, settings={"method.route-tau": "0"})
     assert greedy.experiment.name == "digits-tiny method.route-tau=0"

@@ -34,7 +34,7 @@ Index threadIdx, blockIdx, gridDim;
 
 namespace emulator {
 struct Meeting { int here = 0, turn = 0; };
-struct Copy { uint32_t to; const void* from; bool real; };
+struct Copy { uint32_t to; const void* from; };
 struct Bulk { uint32_t here; void* there; int bytes; };
 struct Barrier { int turn = 0, expected = 0, asked = 0; bool told = false; std::vector<Bulk> copies; };
 struct Product { float* c; const uint32_t* a; uint64_t b; int keep; bool by_rows; };
@@ -159,18 +159,14 @@ inline void launch(int grid_x, int grid_y, int grid_z, int threads, int shared, 
 inline void __syncthreads() { emulator::meet(emulator::block, (int)emulator::fibers.size()); }
 inline uint32_t shared_address(const void* p) { return (uint32_t)((const unsigned char*)p - memory); }
 inline emulator::Fiber& here() { return emulator::fibers[emulator::current]; }
-inline void copy16(uint32_t to, const void* from, bool real) { here().copies.open.back().push_back({to, from, real}); }
+inline void copy16(uint32_t to, const void* from) { here().copies.open.back().push_back({to, from}); }
 inline void end_copies() { here().copies.open.emplace_back(); }
 inline void show() {}
 inline void __syncwarp() { emulator::meet(emulator::warp().meeting, 32); }
 template <int LEFT>
 inline void wait_copies() {
     here().copies.wait(LEFT, [](const emulator::Copy& copy) {
-        unsigned char* there = (unsigned char*)emulator::inside(copy.to, 16);
-        if (copy.real)
-            memcpy(there, copy.from, 16);
-        else
-            memset(there, 0, 16);
+        memcpy((unsigned char*)emulator::inside(copy.to, 16), copy.from, 16);
     });
 }
 

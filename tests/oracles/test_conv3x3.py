@@ -60,7 +60,7 @@ class Emulated:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels are emulated, with blocks for maps of any size."""
+    """Kernels are emulated."""
 
     def kernel(file: str, device: int, shared: int, macros: tuple[tuple[str, int], ...]) -> Emulated:
         return Emulated(file, shared, macros, tmp_path)

@@ -31,11 +31,11 @@ __device__ __forceinline__ void copy_weights(word to, const half_bits* weight, i
     constexpr int NEXT = 9 * (TURNED ? OUTPUTS : CHANNELS);
 #pragma unroll
     for (int i = threadIdx.x; i < CHANNELS * 8; i += THREADS)
-        copy16(to + tap * TAP + in_squares(row_of(i), eight_of(i)), from + row_of(i) * NEXT + eight_of(i) * 8, true);
+        copy16(to + tap * TAP + in_squares(row_of(i), eight_of(i)), from + row_of(i) * NEXT + eight_of(i) * 8);
     for (int row = threadIdx.x; row < CHANNELS; row += THREADS) {
         const int last = row / 8 * GROUP + 4 * SQUARE;
         copy16(to + (TURNED ? tap * TAP + last + half_of(row, 0) : tap / 2 * 2 * TAP + last + half_of(row, tap % 2)),
-               from + row * NEXT + 64, true);
+               from + row * NEXT + 64);
     }
 }
 

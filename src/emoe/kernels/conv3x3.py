@@ -20,7 +20,7 @@ POSITION = 2 * CHANNELS  # bytes of a position in shared memory
 GROUP = 1280  # bytes of eight rows of 72 numbers, as products read them: see warpgroups.cuh
 WEIGHTS = 9 * CHANNELS // 8 * GROUP
 BARRIER = 8
-GROUPS = 2  # warpgroups of a block
+GROUPS = 2  # warpgroups of a block; conv3x3_weights.cu is written for two
 FORWARD, BACKWARD = 256, 128  # positions of a band
 STAGES = 4  # bands of a ring
 # Positions of all maps from which these kernels are faster than those of Triton, as measured on an H200.

@@ -42,7 +42,7 @@ conv3x3_weights(const half_bits* __restrict__ x, const half_bits* __restrict__ d
         const int p = step * 16 + (last ? threadIdx.x - 16 * 8 : row_of(threadIdx.x));
         const int eight = last ? 8 : eight_of(threadIdx.x);
         const word to = ring + band % STAGES * STAGE + SLOPES + in_squares(p, eight);
-        copy16(to, slopes + ((long long)(begin + band) * POSITIONS + p) * OUTPUTS + eight * 8, true);
+        copy16(to, slopes + ((long long)(begin + band) * POSITIONS + p) * OUTPUTS + eight * 8);
     };
 
     if (threadIdx.x == 0)

@@ -29,9 +29,9 @@ __device__ __forceinline__ constexpr int eight_of(int i) { return i / 8 % 4 * 2 
 #ifndef EMULATED
 __device__ __forceinline__ word shared_address(const void* p) { return (word)__cvta_generic_to_shared(p); }
 
-// 16 bytes into shared memory, or zeros; they are there when their group has been waited for.
-__device__ __forceinline__ void copy16(word to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+// 16 bytes into shared memory; they are there when their group has been waited for.
+__device__ __forceinline__ void copy16(word to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
