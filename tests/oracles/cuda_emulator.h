@@ -25,6 +25,7 @@
 
 struct Index { int x, y, z; };
 struct float2 { float x, y; };
+struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 constexpr int SHARED = 227 * 1024;  // bytes that a block may have on Hopper
 uint32_t limit = SHARED;            // bytes that this one has
@@ -34,7 +35,7 @@ Index threadIdx, blockIdx, gridDim;
 
 namespace emulator {
 struct Meeting { int here = 0, turn = 0; };
-struct Copy { uint32_t to; const void* from; };
+struct Copy { uint32_t to; const void* from; int bytes; };
 struct Bulk { uint32_t here; void* there; int bytes; };
 struct Barrier { int turn = 0, expected = 0, asked = 0; bool told = false; std::vector<Bulk> copies; };
 struct Product { float* c; const uint32_t* a; uint64_t b; int keep; bool by_rows; };
@@ -159,14 +160,15 @@ inline void launch(int grid_x, int grid_y, int grid_z, int threads, int shared, 
 inline void __syncthreads() { emulator::meet(emulator::block, (int)emulator::fibers.size()); }
 inline uint32_t shared_address(const void* p) { return (uint32_t)((const unsigned char*)p - memory); }
 inline emulator::Fiber& here() { return emulator::fibers[emulator::current]; }
-inline void copy16(uint32_t to, const void* from) { here().copies.open.back().push_back({to, from}); }
+inline void copy8(uint32_t to, const void* from) { here().copies.open.back().push_back({to, from, 8}); }
+inline void copy16(uint32_t to, const void* from) { here().copies.open.back().push_back({to, from, 16}); }
 inline void end_copies() { here().copies.open.emplace_back(); }
 inline void show() {}
 inline void __syncwarp() { emulator::meet(emulator::warp().meeting, 32); }
 template <int LEFT>
 inline void wait_copies() {
     here().copies.wait(LEFT, [](const emulator::Copy& copy) {
-        memcpy((unsigned char*)emulator::inside(copy.to, 16), copy.from, 16);
+        memcpy((unsigned char*)emulator::inside(copy.to, copy.bytes), copy.from, copy.bytes);
     });
 }
 
@@ -263,3 +265,5 @@ inline uint32_t packed(float low, float high) {
     return emulator::narrowed(low) | (uint32_t)emulator::narrowed(high) << 16;
 }
 inline float unpacked(uint16_t value) { return emulator::widened(value); }
+inline float power_of_2(float x) { return std::exp2(x); }
+inline float inverse(float x) { return 1 / x; }

@@ -5,77 +5,21 @@ Where there is a C++ compiler they run on a CPU, by `cuda_emulator.h`; on a Hopp
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulated import SLACK, emulated, far, on_gpu
 from torch import Tensor
 from torch.nn import functional as nnf
 
-import emoe.kernels
 from emoe.kernels import conv3x3, cuda
-
-HERE, KERNELS = Path(__file__).parent, Path(emoe.kernels.__file__).parent
-COMPILER = shutil.which("g++")
-GPU = torch.cuda.is_available() and cuda.available(0)
-emulated = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here (g++) to emulate a GPU with")
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no Hopper GPU here")]
-POINTERS = {"conv3x3": 5, "conv3x3_weights": 3}
-SLACK = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the largest number: one rounding of the result
-
-
-class Emulated:
-    """A kernel on a CPU, in place of `cuda.Kernel`."""
-
-    def __init__(self, file: str, shared: int, macros: tuple[tuple[str, int], ...], folder: Path):
-        name = Path(file).stem
-        types = ["void*"] * POINTERS[name] + ["int"] * (1 if name == "conv3x3" else 2)
-        given = ", ".join(f"{kind} a{i}" for i, kind in enumerate(types))
-        # A pointer of any kind: what each stands for is the kernel's own affair.
-        source = f"""
-            #include "cuda_emulator.h"
-            #include "{file}"
-            struct Any {{ void* p; template <class T> operator T*() const {{ return (T*)p; }} }};
-            extern "C" void run(int x, int y, int z, int shared, {given}) {{
-                emulator::launch(x, y, z, THREADS, shared, [=] {{
-                    {name}({", ".join(f"Any{{a{i}}}" if "*" in kind else f"a{i}" for i, kind in enumerate(types))});
-                }});
-            }}"""
-        made = folder / f"{name}-{len(list(folder.iterdir()))}.so"
-        defined = [f"-D{macro}={int(value)}" for macro, value in macros]
-        assert COMPILER is not None
-        command = [COMPILER, "-O1", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}", f"-I{KERNELS}", *defined]
-        subprocess.run([*command, "-x", "c++", "-", "-o", str(made)], input=source, text=True, check=True)
-        self._run, self._shared = ctypes.CDLL(str(made)).run, shared
-
-    def __call__(self, grid: tuple[int, int, int], threads: int, *args: Tensor | int) -> None:
-        values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in args]
-        self._run(*grid, self._shared, *values)
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels are emulated."""
-
-    def kernel(file: str, device: int, shared: int, macros: tuple[tuple[str, int], ...]) -> Emulated:
-        return Emulated(file, shared, macros, tmp_path)
-
-    monkeypatch.setattr(cuda, "kernel", kernel)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     return made.contiguous(memory_format=torch.channels_last)
-
-
-def far(mine: Tensor, wanted: Tensor) -> float:
-    assert mine.shape == wanted.shape
-    return float((mine.double() - wanted).abs().max() / wanted.abs().max())
 
 
 def check_results(batch: int, outputs: int, side: int, dtype: torch.dtype, device: str, *, turned: bool, extra: bool):
@@ -115,7 +59,7 @@ def check_gradients(batch: int, outputs: int, side: int, dtype: torch.dtype, dev
 )
 def test_results_on_a_cpu(
     batch: int, outputs: int, side: int, dtype: torch.dtype, turned: bool, extra: bool,
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch,
+    kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(conv3x3, "BLOCKS", 2)  # a block goes through several bands
     check_results(batch, outputs, side, dtype, "cpu", turned=turned, extra=extra)
@@ -127,7 +71,13 @@ def test_results_on_a_cpu(
     [(2, 72, 32, torch.bfloat16, 6), (3, 144, 16, torch.float16, 6), (2, 72, 16, torch.bfloat16, 132)],
 )
 def test_gradients_on_a_cpu(
-    batch: int, outputs: int, side: int, dtype: torch.dtype, blocks: int, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    batch: int,
+    outputs: int,
+    side: int,
+    dtype: torch.dtype,
+    blocks: int,
+    kernels_on_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(conv3x3, "BLOCKS", blocks)
     check_gradients(batch, outputs, side, dtype, "cpu")

@@ -85,6 +85,20 @@ def test_every_second_position(inputs: int, outputs: int, height: int, width: in
     assert far(convs.forward(x, weight, bias, dy, stride=2), wanted + dy) < 2e-5
     by_weight = torch.nn.grad.conv2d_weight(x, list(weight.shape), dy, stride=2, padding=1)
     assert far(by_weights(x, dy, torch.float32, 2), by_weight) < 2e-5
+    by_input = torch.nn.grad.conv2d_input(list(x.shape), weight, dy, stride=2, padding=1)
+    assert far(convs.input_gradient(dy, weight), by_input) < 2e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 144, 72, 4, 8), (3, 8, 24, 5, 3)])
+def test_one_tap(shape: tuple[int, int, int, int, int]) -> None:
+    x, weight, dy = example(*shape)
+    weight = weight[:, :, :1, :1].contiguous(memory_format=torch.channels_last)
+    bias = torch.randn(shape[2], generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    assert far(convs.forward(x, weight, bias, dy), nnf.conv2d(x, weight, bias) + dy) < 2e-5
+    by_input = torch.nn.grad.conv2d_input(list(x.shape), weight, dy)
+    assert far(convs.forward(dy, weight, turned=True), by_input) < 2e-5
+    mine, no_bias = convs.weight_gradient(x, dy, torch.float32, side=1)
+    assert no_bias is None and far(mine, torch.nn.grad.conv2d_weight(x, list(weight.shape), dy)) < 2e-5
 
 
 def test_channels_as_powers_of_two() -> None:
@@ -133,5 +147,5 @@ def test_what_fits() -> None:
     assert not convs.fits(x.float(), weight.float())
     assert not convs.fits(x[:, :12], weight[:, :12])
     assert not convs.fits(x, weight[:4])
-    assert not convs.fits(x, weight[:, :, :1, :1])
+    assert convs.fits(x, weight[:, :, :1, :1]) and not convs.fits(x, weight[:, :, :2, :2])
     assert convs.fits(x, weight, 2) and not convs.fits(x[:, :, :1], weight, 2)

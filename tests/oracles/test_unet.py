@@ -157,8 +157,8 @@ def test_a_residual_block_starts_as_its_skip_and_routers_start_undecided():
     network = sizes().build(image_space(), Wants(experts=3))
     first, joined = network.blocks[0].residual, network.blocks[4].residual
     h, wide, cond = torch.randn(2, 8, 4, 4), torch.randn(2, 16, 4, 4), torch.randn(2, 16)
-    assert torch.equal(first(h, cond, unet.Lent(first, h)), h)
-    assert torch.equal(joined(wide, cond, unet.Lent(joined, wide)), joined.skip(wide))
+    assert torch.equal(first(h, lambda: cond, unet.Lent(first, h)), h)
+    assert torch.equal(joined(wide, lambda: cond, unet.Lent(joined, wide)), joined.skip(wide))
     x0, _, t = batch(dtype=torch.float32)
     assert all((block == 0).all() for block in network(x0, t, route=greedy()).route_logits)
 
@@ -179,7 +179,7 @@ def test_a_residual_block_is_its_formula(build):
     film = (cond @ block.film.weight.T)[..., None, None]
     u = norm(block.conv_in(silu(norm(h, block.norm_in))), block.norm_out)
     want = block.skip(h) + block.conv_out(silu((1 + film[:, :8]) * u + film[:, 8:]))
-    assert torch.allclose(block(h, block.film(cond), unet.Lent(block, h)), want, atol=1e-12)
+    assert torch.allclose(block(h, lambda: block.film(cond), unet.Lent(block, h)), want, atol=1e-12)
 
 
 def test_router_logits_are_normalised_then_capped(scramble):

@@ -8,7 +8,7 @@ as rows (B, P, C) are a view.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from emoe.backbones.layers import RoutedMLP, held, kept, time_features, token_lo
 from emoe.compiled import kernels
 from emoe.config import ConfigError, option
 from emoe.diffusion.chunks import product_dtype
-from emoe.kernels.aside import Aside
+from emoe.kernels.aside import Aside, ahead
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
@@ -253,12 +253,12 @@ class Residual(nn.Module):
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
     def forward(
-        self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None, lent: Lent
+        self, h: Float[Tensor, "B I H W"], film: Callable[[], Float[Tensor, "B _2C"]] | None, lent: Lent
     ) -> Float[Tensor, "B C H W"]:
-        """Features of the same side."""
+        """Features of the same side; the film is asked for as late as can be."""
         u, h = norm_silu(self.norm_in, h, lent)
         u = convolved(self.conv_in, u, lent, bias=False)
-        v, _ = norm_silu(self.norm_out, u, lent, film=film, bias=self.conv_in.bias)
+        v, _ = norm_silu(self.norm_out, u, lent, film=None if film is None else film(), bias=self.conv_in.bias)
         return convolved(self.conv_out, v, lent, skip=h if self.skip is None else convolved(self.skip, h, lent))
 
 
@@ -266,12 +266,20 @@ class Residual(nn.Module):
 class Flow:
     """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
 
-    films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
+    all_films: Callable[[], Float[Tensor, "B _F"]]  # scale and shift of all blocks, side by side
+    blocks: int
     route: Route | None
     lent: Lent
+    films: list[Float[Tensor, "B _2C"]] = field(default_factory=list)  # of the blocks to come, from the first film on
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
     logits: list[Tensor] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
+
+    def film(self) -> Float[Tensor, "B _2C"]:
+        """Scale and shift of the next block."""
+        if not self.films:
+            self.films = list(self.all_films().chunk(self.blocks, dim=-1))
+        return self.films.pop(0)
 
     def take(self, logits: Float[Tensor, "B P E"], gate: Gate) -> None:
         """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
@@ -309,7 +317,7 @@ class Block(nn.Module):
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
-        h = self.residual(h, flow.films.pop(0), flow.lent)
+        h = self.residual(h, flow.film, flow.lent)
         if self.branch is None:
             return h
         if flow.route is None:
@@ -369,11 +377,12 @@ class UNet(Backbone):
         route: Route | None = None,
     ) -> BackboneOut:
         """See `Backbone.forward`."""
+        films = ahead(self._films, t, cond)
         lent = Lent(self, self.token.weight)
         rows = embed(self.token, x, lent)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
-        flow = Flow(self._films(t, cond), route, lent)
+        flow = Flow(films, len(self.blocks), route, lent)
         blocks = iter(self.blocks)
         h = next(blocks)(convolved(self.stem, as_map(rows), flow.lent), flow)
         flow.skips.append(h)
@@ -397,7 +406,7 @@ class UNet(Backbone):
         squares = values.unflatten(-1, (coarse, each, coarse, each))
         return squares.sum((-3, -1)).flatten(-2)
 
-    def _films(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> list[Float[Tensor, "B _2C"]]:
+    def _films(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B _F"]:
         """Scale and shift of every block from the time vector, with the latent appended where there is one."""
         vector = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
         if self.has_cond:
@@ -405,7 +414,7 @@ class UNet(Backbone):
                 raise ValueError("a backbone with a latent needs cond")
             vector = torch.cat([vector, cond.to(vector.dtype)], dim=-1)
         weight = torch.cat([residual.film.weight for residual in self.residuals() if residual.film is not None])
-        return list(nnf.linear(vector, weight).chunk(len(self.blocks), dim=-1))
+        return nnf.linear(vector, weight)
 
     def residuals(self) -> Iterator[Residual]:
         """The residual blocks in network order."""

@@ -1,4 +1,8 @@
-"""Work that nothing waits for until a backward pass ends: the gradients of parameters, on a stream of their own."""
+"""Work beside the rest, on streams of its own: what is needed only later.
+
+In a backward pass these are the gradients of parameters (`Aside`), in a forward pass what only depends on the time
+(`ahead`).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,26 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+_SIDES: dict[tuple[torch.device, int], tuple[torch.cuda.Stream, ...]] = {}
 
 
-def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream of a stream; always the same one, for streams come from a small pool.
+def _beside(stream: torch.cuda.Stream) -> tuple[torch.cuda.Stream, ...]:
+    """The streams beside a stream; always the same ones, for streams come from a small pool.
 
-    Not one of each thread: PyTorch runs the backward passes of all threads in one thread of its own.
+    Not those of each thread: PyTorch runs the backward passes of all threads in one thread of its own. They are two for
+    `Aside`, so that a large sum does not keep small ones waiting, and one for `ahead`.
     """
     key = stream.device, stream.cuda_stream
     if key not in _SIDES:
-        _SIDES[key] = torch.cuda.Stream(stream.device)
+        _SIDES[key] = tuple(torch.cuda.Stream(stream.device) for _ in range(3))
     return _SIDES[key]
+
+
+def _read_by(stream: torch.cuda.Stream, result: object) -> None:
+    """Tensors of another stream will be read by this one: until it has done so, their memory is not to be taken."""
+    for tensor in result if isinstance(result, tuple) else (result,):
+        if isinstance(tensor, Tensor):
+            tensor.record_stream(stream)
 
 
 class Aside:
@@ -41,16 +53,42 @@ class Aside:
         """Call a function of tensors; on a CPU at once."""
         if not any(isinstance(value, Tensor) and value.is_cuda for value in args):
             return function(*args, **more)
-        self._held.append(args)
         current = torch.cuda.current_stream()
-        side = _beside(current)
+        side = _beside(current)[len(self._held) % 2]
+        self._held.append(args)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            return function(*args, **more)
+            result = function(*args, **more)
+        _read_by(current, result)
+        return result
 
     def join(self) -> None:
         """What follows waits for all calls."""
         if self._held:
             current = torch.cuda.current_stream()
-            current.wait_stream(_beside(current))
+            for side in _beside(current)[: min(2, len(self._held))]:
+                current.wait_stream(side)
         self._held.clear()
+
+
+def ahead(function: Callable[..., Tensor], *args: Tensor | None) -> Callable[[], Tensor]:
+    """Call a function of tensors beside what follows; what is returned waits for its result, and gives it.
+
+    Its backward pass runs beside the rest, too: PyTorch gives each part of it the stream of its forward pass.
+    """
+    if not any(isinstance(value, Tensor) and value.is_cuda for value in args):
+        made = function(*args)
+        return lambda: made
+    current = torch.cuda.current_stream()
+    side = _beside(current)[-1]
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        result = function(*args)
+
+    def ready() -> Tensor:
+        reader = torch.cuda.current_stream()
+        reader.wait_stream(side)
+        _read_by(reader, result)
+        return result
+
+    return ready

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from emoe.kernels import convs
+from emoe.kernels import convs, norms
 from emoe.kernels.aside import Aside
 
 Result = TypeVar("Result")
@@ -244,14 +244,17 @@ class _NormSiLU(torch.autograd.Function):
         stats = torch.empty(batch, 3, channels, device=x.device)
         if film is not None and film.stride(1) != 1:
             film = film.contiguous()
-        parts, ctx.options = _options(batch, height * width, channels, groups)
-        ctx.options = ctx.options | {"HAS_BIAS": bias is not None, "HAS_FILM": film is not None}
-        ctx.grid, ctx.aside = (batch, parts), aside
-        _norm_forward[ctx.grid](
-            x, gamma if bias is None else bias, gamma, beta, gamma if film is None else film,
-            0 if film is None else film.stride(0), y, stats, 1e-5, **ctx.options,
-        )  # fmt: skip
+        ctx.has_bias, ctx.groups, ctx.aside = bias is not None, groups, aside
         ctx.save_for_backward(x, gamma, beta, film, stats)
+        if norms.fits(x, film, groups):
+            norms.forward(x, bias, gamma, beta, film, groups, y, stats)
+            return y, x
+        parts, options = _options(batch, height * width, channels, groups)
+        _norm_forward[(batch, parts)](
+            x, gamma if bias is None else bias, gamma, beta, gamma if film is None else film,
+            0 if film is None else film.stride(0), y, stats, 1e-5, HAS_BIAS=bias is not None,
+            HAS_FILM=film is not None, **options,
+        )  # fmt: skip
         return y, x
 
     @staticmethod
@@ -262,15 +265,19 @@ class _NormSiLU(torch.autograd.Function):
         dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
         if dskip is not None:
             dskip = dskip.to(x.dtype).contiguous(memory_format=torch.channels_last)
-        batch, channels = x.shape[:2]
+        batch, channels, height, width = x.shape
         dx = torch.empty_like(x)
         dfilm = None if film is None else torch.empty(film.shape, dtype=film.dtype, device=film.device)
-        partial = torch.empty(2 + ctx.options["HAS_BIAS"], batch, channels, device=x.device)
-        _norm_backward[ctx.grid](
-            x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy,
-            dy if dskip is None else dskip, dx, gamma if dfilm is None else dfilm, partial, B=batch,
-            HAS_SKIP=dskip is not None, **ctx.options,
-        )  # fmt: skip
+        partial = torch.empty(2 + ctx.has_bias, batch, channels, device=x.device)
+        if norms.fits(x, film, ctx.groups):
+            norms.backward(x, gamma, beta, film, ctx.groups, stats, dy, dskip, dx, dfilm, partial)
+        else:
+            parts, options = _options(batch, height * width, channels, ctx.groups)
+            _norm_backward[(batch, parts)](
+                x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy,
+                dy if dskip is None else dskip, dx, gamma if dfilm is None else dfilm, partial, B=batch,
+                HAS_BIAS=ctx.has_bias, HAS_FILM=film is not None, HAS_SKIP=dskip is not None, **options,
+            )  # fmt: skip
         dgamma, dbeta, *dbias = ctx.aside(_sum_of_rows, partial)
         return dx, dbias[0] if dbias else None, dgamma, dbeta, dfilm, None, None
 
@@ -557,7 +564,7 @@ class _Convolution(torch.autograd.Function):
         if skip is not None:
             skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
-        ctx.own = padding == 1 and convs.fits(x, weight, stride)
+        ctx.own = 2 * padding + 1 == weight.shape[2] and convs.fits(x, weight, stride)
         ctx.steps, ctx.aside = (stride, padding), aside
         if ctx.own:
             return convs.forward(x, weight, bias, skip, stride=stride)
@@ -570,11 +577,15 @@ class _Convolution(torch.autograd.Function):
         dx = dw = dbias = None
         stride = ctx.steps[0]
         if ctx.needs_input_grad[0]:
-            own = ctx.own and stride == 1
-            dx = convs.forward(dy, weight, turned=True) if own else _gradient(0, x, dy, weight, *ctx.steps)
+            if ctx.own and stride == 1:
+                dx = convs.forward(dy, weight, turned=True)
+            elif ctx.own and stride == 2 and weight.shape[2] == 3:
+                dx = convs.input_gradient(dy, weight)
+            else:
+                dx = _gradient(0, x, dy, weight, *ctx.steps)
         if ctx.needs_input_grad[1]:
             if ctx.own:
-                dw, dbias = ctx.aside(convs.weight_gradient, x, dy, weight.dtype, stride)
+                dw, dbias = ctx.aside(convs.weight_gradient, x, dy, weight.dtype, stride, weight.shape[2])
             else:
                 dw = ctx.aside(_gradient, 1, x, dy, weight, *ctx.steps)
         if ctx.needs_input_grad[2] and dbias is None:
@@ -601,8 +612,7 @@ def convolution(
 ) -> Tensor:
     """A convolution, (B, I, H, W) and (O, I, K, K) of one precision to (B, O, H', W'), + bias + skip.
 
-    Half precision and taps of 3x3 are for `convs`, all else for cuDNN, and so is the gradient of an input that has a
-    stride.
+    Half precision and one tap or 3x3 are for `convs`, all else for cuDNN.
 
     Args:
         x: A map.

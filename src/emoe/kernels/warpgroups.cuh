@@ -1,4 +1,4 @@
-// What the convolutions here ask of a Hopper GPU: copies into shared memory, and products of matrices by warpgroups,
+// What the kernels here ask of a Hopper GPU: copies into shared memory, and products of matrices by warpgroups,
 // four warps at once, that run beside everything else.
 //
 // `tests/oracles/cuda_emulator.h` gives the same functions on a CPU, which is how the kernels are tested without a GPU.
@@ -29,7 +29,10 @@ __device__ __forceinline__ constexpr int eight_of(int i) { return i / 8 % 4 * 2 
 #ifndef EMULATED
 __device__ __forceinline__ word shared_address(const void* p) { return (word)__cvta_generic_to_shared(p); }
 
-// 16 bytes into shared memory; they are there when their group has been waited for.
+// 8 or 16 bytes into shared memory; they are there when their group has been waited for.
+__device__ __forceinline__ void copy8(word to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy16(word to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -118,6 +121,18 @@ __device__ __forceinline__ float unpacked(half_bits value) {
     return out;
 }
 #undef KIND
+
+// 2^x and 1 / x, to about the last bit.
+__device__ __forceinline__ float power_of_2(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+__device__ __forceinline__ float inverse(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
 #endif
 
 // Zeros into 16 bytes of shared memory.
