@@ -3,6 +3,7 @@
     ./run emoe --version && PYTHONPATH=src .venv/bin/python benchmarks/step_time.py --record
     ... --task mnist --data-root data --rival FOLDER
     ... --task news-small --set sets/news --methods all
+    ... --task mnist --data-root data --methods mdlm --profile kernels.txt
 
 Times on shared machines are noisy: methods take turns, round after round, and the ratio of medians is what counts.
 `--rival` is a checkout of addtt/variational-diffusion-models, whose UNet the paper's was derived from: a training step
@@ -116,6 +117,27 @@ def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int
     return step
 
 
+def kernels_of(step: Callable[[int], None], first: int, count: int = 5) -> str:
+    """The kernels of a step, the longest first: microseconds of a step, calls, microseconds of a call, name.
+
+    Times of kernels that ran beside each other overlap: they add up to more than a step takes.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for number in range(count):
+            step(first + number)
+        torch.cuda.synchronize()
+    found = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    lines = [f"{sum(kernel.device_time_total for kernel in found) / count:10.1f} us in all"]
+    for kernel in found:
+        each = kernel.device_time_total / kernel.count
+        lines.append(
+            f"{kernel.device_time_total / count:10.1f}{kernel.count / count:8.1f}{each:10.2f}  {kernel.key[:110]}"
+        )
+    return "\n".join(lines)
+
+
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,10 +151,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data-root", help="where MNIST is")
     parser.add_argument("--set", help="with --task news-small: folder of the prepared text")
     parser.add_argument("--rival", type=Path, help="with --task mnist: checkout of the VDM UNet to time beside")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="on a GPU: write which kernels a step runs")
     parser.add_argument("--record", metavar="FILE", nargs="?", const="results/benchmark.json", help="record the rows")
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("--rounds: at least 2 turns are needed for a standard error")
+    if args.profile and pick_device(args.device).type != "cuda":
+        parser.error("--profile: needs a GPU")
     return args
 
 
@@ -183,6 +208,9 @@ def main() -> None:
             Row(**common, nfe=None, metric="step_ms", value=round(middle, 4), stderr=round(error, 4), n=len(values)),
             Row(**common, nfe=None, metric="step_ratio_to_mdlm", value=round(middle / base, 3), n=len(values)),
         ]
+    if args.profile:
+        pages = [f"{method}: {kernels_of(step, done[method])}" for method, step in steppers.items()]
+        args.profile.write_text("\n\n".join(pages) + "\n", encoding="utf-8")
     if args.record:
         record(args.record, info, rows)
 
