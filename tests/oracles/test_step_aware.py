@@ -22,7 +22,7 @@ from emoe.methods.base import MaskedDiffusion, Predicted, SamplerConfig, log_tok
 from emoe.methods.emoe import EMoE, EMoEConfig, Passes
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.ramps import Constant
+from emoe.ramps import Constant, Linear
 from emoe.rng import Rng
 from emoe.types import Convention, TokenSpace
 from emoe.verify import verify
@@ -47,11 +47,28 @@ def test_numbers_of_steps_are_powers_of_two_and_often_the_most() -> None:
 
 
 def test_times_are_those_that_the_sampler_visits(tiny: Any) -> None:
-    t, steps = tiny(EMOE, length=4, mask_id=2).training_times(30_000, Rng(0))
+    t, steps = tiny(EMOE, length=4, mask_id=2).training_times(30_000, {}, Rng(0))
     place = t * steps
     assert torch.equal(place, place.round()) and (place >= 1).all() and (place <= steps).all()
     at_four = place[steps == 4].long() - 1
     assert chi_square(torch.bincount(at_four, minlength=4), torch.full((4,), 0.25)) > ALPHA
+
+
+def test_a_share_of_rows_has_one_or_two_steps(tiny: Any) -> None:
+    method = tiny(dataclasses.replace(EMOE, few_steps=Linear(start=0.9, end=0.0, share=0.4)), length=8, mask_id=2)
+    assert method.ramps["few_steps"](20, 100) == pytest.approx(0.45)
+    usual = (1 - MANY) / 4
+    for share in (0.0, 0.6):
+        knobs = knobs_of(method) | {"few_steps": torch.tensor(share)}
+        t, steps = method.training_times(40_000, knobs, Rng(0))
+        found = torch.tensor([(steps == count).sum() for count in (1, 2, 4, 8)])
+        few, many = (1 - share) * usual + share / 2, (1 - share) * usual
+        assert chi_square(found, torch.tensor([few, few, many, many + (1 - share) * MANY])) > ALPHA
+        assert torch.equal(t * steps, (t * steps).round())
+    plain = tiny(EMOE, length=8, mask_id=2)
+    assert "few_steps" not in plain.ramps  # and its rows are those that they were before there was such a thing
+    never = method.training_times(100, knobs | {"few_steps": torch.tensor(0.0)}, Rng(0))
+    assert all(torch.equal(a, b) for a, b in zip(plain.training_times(100, {}, Rng(0)), never, strict=True))
 
 
 @pytest.mark.parametrize("schedule", [LinearSchedule(), CosineSchedule()], ids=["linear", "cosine"])
@@ -117,7 +134,7 @@ def test_the_network_is_told_the_number_of_steps_and_not_the_time(tiny: Any) -> 
 def test_without_it_nothing_changes(tiny: Any) -> None:
     """The time is told, and losses are those of Eq. 9."""
     method = tiny(EMoEConfig(experts=2), length=4, mask_id=2)
-    t, steps = method.training_times(8, Rng(0))
+    t, steps = method.training_times(8, {}, Rng(0))
     assert steps is None and torch.equal(method.told(t, torch.full_like(t, 3.0)), t)
     assert torch.equal(method.recon_weight(t, None), 1 / t)
 
@@ -150,5 +167,7 @@ def test_free_nats_are_those_of_one_and_two_steps(tiny: Any) -> None:
 def test_what_it_does_not_go_with() -> None:
     with pytest.raises(ConfigError, match="step_aware: has no meaning without a latent"):
         MDLMConfig(step_aware=True)
+    with pytest.raises(ConfigError, match="few_steps: has no meaning without step_aware"):
+        small_dit(EMoEConfig(experts=2, few_steps=Constant(value=0.5)), time_conditioning=True)
     with pytest.raises(ConfigError, match=r"backbone.time_conditioning: must be true"):
         small_dit(EMOE)

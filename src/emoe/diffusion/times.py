@@ -50,6 +50,14 @@ def step_counts(batch: int, most: int, generator: torch.Generator) -> Float[Tens
     return torch.where(noise[1] < MANY, float(last), exponent).exp2().to(torch.float32)
 
 
+def few_step_counts(
+    steps: Float[Tensor, " B"], share: Float[Tensor, ""], generator: torch.Generator
+) -> Float[Tensor, " B"]:
+    """Numbers of steps, of which a share is replaced by 1 or 2, as likely as each other."""
+    noise = torch.rand(2, len(steps), generator=generator, device=generator.device, dtype=torch.float64)
+    return torch.where(noise[0] < share, (1 + 2 * noise[1]).floor().clamp(max=2).to(steps.dtype), steps)
+
+
 def grid_times(steps: int) -> list[float]:
     """t_i = i / T for i = 0..T (Algo. 2); it ends at alpha = 1, so no clean-up pass is needed."""
     if steps < 1:

@@ -19,8 +19,8 @@ from emoe.diffusion.chunks import total_and_target
 from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral, cached, reveal_first
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import step_counts, stratified_times
-from emoe.ramps import Ramp
+from emoe.diffusion.times import few_step_counts, step_counts, stratified_times
+from emoe.ramps import Constant, Ramp
 from emoe.rng import Rng
 from emoe.types import (
     Convention,
@@ -35,6 +35,7 @@ from emoe.types import (
 )
 
 Out = TypeVar("Out")
+NEVER = Constant(value=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,12 @@ class MaskedDiffusionConfig(MethodConfig):
     step_aware: bool = option(
         False, doc="tell the network how many steps the sampler takes, not the time; train on bound@T of many T at once"
     )
+    few_steps: Ramp = option(
+        NEVER,
+        doc="with step_aware: share of rows that are trained for one or two steps alone, where a latent is worth most",
+        low=0,
+        high=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,10 @@ class MaskedDiffusion(Method):
 
     def __init__(self, config: MaskedDiffusionConfig, space: TokenSpace, ramps: Mapping[str, Ramp]):
         super().__init__()
-        self.config, self.space, self.ramps = config, space, ramps
+        self.config, self.space = config, space
+        if config.few_steps != NEVER and not config.step_aware:
+            raise ConfigError(["few_steps: has no meaning without step_aware; use 0"])
+        self.ramps = {**ramps, "few_steps": config.few_steps} if config.few_steps != NEVER else ramps
 
     @abstractmethod
     def infer(
@@ -211,14 +221,19 @@ class MaskedDiffusion(Method):
         """The same with `step_aware`: T, since a sampler of T steps pays at each of them (Eq. 6)."""
         return steps
 
-    def training_times(self, count: int, rng: Rng) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"] | None]:
+    def training_times(
+        self, count: int, knobs: Mapping[str, Tensor], rng: Rng
+    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"] | None]:
         """Of each row t ~ U(t_low, 1], and None; with `step_aware` t = i / T for i uniform in 1..T, and T."""
         aware = self.config.step_aware
         low, stream = 0.0 if aware else self.config.t_low, rng.stream("time", shared=True)
         t = stratified_times(count, stream, low=low, rank=rng.rank, world=rng.world)
         if not aware:
             return t, None
-        steps = step_counts(count, self.space.length, rng.stream("steps"))
+        stream = rng.stream("steps")
+        steps = step_counts(count, self.space.length, stream)
+        if self.config.few_steps != NEVER:
+            steps = few_step_counts(steps, knobs["few_steps"], stream)
         return (t * steps).ceil().clamp(min=1) / steps, steps
 
     def told(self, t: Float[Tensor, " B"], steps: Float[Tensor, " B"] | None) -> Float[Tensor, " B"]:
@@ -253,7 +268,7 @@ class MaskedDiffusion(Method):
         Reconstruction and KL are both sums over the sequence in nats and are divided by L together: dividing only
         one of them changes the balance and collapses the latent.
         """
-        t, steps = self.training_times(len(x0), rng)
+        t, steps = self.training_times(len(x0), knobs, rng)
         xt = mask_tokens(x0, self.config.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
             out = self.objective(x0, xt, t, knobs, rng, steps)
