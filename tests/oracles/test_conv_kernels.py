@@ -89,7 +89,7 @@ def test_every_second_position(inputs: int, outputs: int, height: int, width: in
     assert far(convs.input_gradient(dy, weight), by_input) < 2e-5
 
 
-@pytest.mark.parametrize("shape", [(2, 144, 72, 4, 8), (3, 8, 24, 5, 3)])
+@pytest.mark.parametrize("shape", [(2, 144, 72, 4, 8), (3, 8, 24, 5, 3), (2, 72, 2, 6, 4)])
 def test_one_tap(shape: tuple[int, int, int, int, int]) -> None:
     x, weight, dy = example(*shape)
     weight = weight[:, :, :1, :1].contiguous(memory_format=torch.channels_last)
@@ -147,5 +147,5 @@ def test_what_fits() -> None:
     assert not convs.fits(x.float(), weight.float())
     assert not convs.fits(x[:, :12], weight[:, :12])
     assert not convs.fits(x, weight[:4])
-    assert convs.fits(x, weight[:, :, :1, :1]) and not convs.fits(x, weight[:, :, :2, :2])
+    assert convs.fits(x, weight[:4, :, :1, :1]) and not convs.fits(x, weight[:, :, :2, :2])
     assert convs.fits(x, weight, 2) and not convs.fits(x[:, :, :1], weight, 2)

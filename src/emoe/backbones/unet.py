@@ -136,20 +136,38 @@ class _Lend(torch.autograd.Function):
         return None, None, None, *found
 
 
+class _OneGradient(torch.autograd.Function):
+    """A bias, whose gradient is another one's, too: both are added to the same map."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, other: Tensor) -> Tensor:
+        return bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
 class Lent:
     """The parameters of convolutions, norms and embeddings as one pass uses them; without the kernels, as they are.
 
     A pass may read each of them once: gradients of two readings would be added up before the streams have joined.
+
+    Args:
+        module: Whose parameters they are.
+        like: A tensor in the precision and on the device of the pass.
+        head: A linear layer that is treated as a convolution, too; see `classified`.
     """
 
-    def __init__(self, module: nn.Module, like: Tensor):
+    def __init__(self, module: nn.Module, like: Tensor, head: nn.Linear | None = None):
         self.aside: Aside | None = None
         self._made: dict[int, Tensor] = {}
         if _fused(like) is None:
             return
         self.aside = Aside()
-        parts = [part for part in module.modules() if isinstance(part, nn.Conv2d | nn.GroupNorm | nn.Embedding)]
-        weights = [part.weight for part in parts if isinstance(part, nn.Conv2d)]
+        kinds = nn.Conv2d | nn.GroupNorm | nn.Embedding
+        parts = [part for part in module.modules() if part is head or isinstance(part, kinds)]
+        weights = [part.weight for part in parts if isinstance(part, nn.Conv2d | nn.Linear)]
         others = [p for part in parts for p in part.parameters() if not any(p is weight for weight in weights)]
         half = product_dtype(like)
         halves = len(weights) if half != like.dtype else 0
@@ -160,26 +178,47 @@ class Lent:
         """What stands for a parameter."""
         return self._made.get(id(parameter), parameter)
 
+    def both(self, bias: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands for two biases of one map; only the first has a gradient to be computed."""
+        if not self._made:
+            return bias, other
+        mine, others = self(bias), self(other)
+        return _OneGradient.apply(mine, others), others.detach()
+
 
 def convolved(
-    conv: nn.Module, h: Float[Tensor, "B I H W"], lent: Lent, *, bias: bool = True, skip: Tensor | None = None
+    conv: nn.Module, h: Float[Tensor, "B I H W"], lent: Lent, *, bias: bool | Tensor = True, skip: Tensor | None = None
 ) -> Float[Tensor, "B C _H _W"]:
-    """A convolution, with its bias and another map added; a bias that fused kernels add later is left out."""
+    """A convolution, with its bias and another map added.
+
+    `bias` is for fused kernels alone: False leaves it out, to be added later; a tensor is what `lent` gave for it.
+    """
     assert isinstance(conv, nn.Conv2d)
     fused = _fused(h)
     if fused is None:
         made = conv(h)
         return made if skip is None else skip + made
     weight = lent(conv.weight)
+    added = bias if isinstance(bias, Tensor) else lent(conv.bias) if bias else None
     return fused.convolution(
         h.to(weight.dtype),
         weight,
-        lent(conv.bias) if bias else None,
+        added,
         skip,
         stride=conv.stride[0],
         padding=conv.padding[0],
         aside=lent.aside,
     )
+
+
+def classified(head: nn.Linear, h: Float[Tensor, "B C H W"], lent: Lent) -> Float[Tensor, "B P V"]:
+    """A linear layer at every position."""
+    fused = _fused(h)
+    if fused is None:
+        return head(as_rows(h))
+    weight = lent(head.weight)
+    tap = weight[:, :, None, None]
+    return as_rows(fused.convolution(h.to(weight.dtype), tap, lent(head.bias), padding=0, aside=lent.aside))
 
 
 def joined(
@@ -259,7 +298,11 @@ class Residual(nn.Module):
         u, h = norm_silu(self.norm_in, h, lent)
         u = convolved(self.conv_in, u, lent, bias=False)
         v, _ = norm_silu(self.norm_out, u, lent, film=None if film is None else film(), bias=self.conv_in.bias)
-        return convolved(self.conv_out, v, lent, skip=h if self.skip is None else convolved(self.skip, h, lent))
+        if self.skip is None:
+            return convolved(self.conv_out, v, lent, skip=h)
+        assert self.conv_out.bias is not None and self.skip.bias is not None
+        bias, other = lent.both(self.conv_out.bias, self.skip.bias)
+        return convolved(self.conv_out, v, lent, bias=bias, skip=convolved(self.skip, h, lent, bias=other))
 
 
 @dataclass
@@ -378,7 +421,7 @@ class UNet(Backbone):
     ) -> BackboneOut:
         """See `Backbone.forward`."""
         films = ahead(self._films, t, cond)
-        lent = Lent(self, self.token.weight)
+        lent = Lent(self, self.token.weight, self.head)
         rows = embed(self.token, x, lent)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
@@ -394,7 +437,7 @@ class UNet(Backbone):
         for up in self.up:
             h = next(blocks)(joined(up, doubled(h), flow.skips.pop(), flow.lent), flow)
         h = next(blocks)(h, flow)
-        logits = token_logits(self.head(as_rows(norm_silu(self.norm, h, flow.lent)[0])), self.mask_id)
+        logits = token_logits(classified(self.head, norm_silu(self.norm, h, flow.lent)[0], flow.lent), self.mask_id)
         return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:

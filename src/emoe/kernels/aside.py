@@ -1,4 +1,4 @@
-"""Work beside the rest, on streams of its own: what is needed only later.
+"""Work beside the rest, on a stream of its own: what is needed only later.
 
 In a backward pass these are the gradients of parameters (`Aside`), in a forward pass what only depends on the time
 (`ahead`).
@@ -14,18 +14,17 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_SIDES: dict[tuple[torch.device, int], tuple[torch.cuda.Stream, ...]] = {}
+_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 
 
-def _beside(stream: torch.cuda.Stream) -> tuple[torch.cuda.Stream, ...]:
-    """The streams beside a stream; always the same ones, for streams come from a small pool.
+def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The second stream of a stream; always the same one, for streams come from a small pool.
 
-    Not those of each thread: PyTorch runs the backward passes of all threads in one thread of its own. They are two for
-    `Aside`, so that a large sum does not keep small ones waiting, and one for `ahead`.
+    Not one of each thread: PyTorch runs the backward passes of all threads in one thread of its own.
     """
     key = stream.device, stream.cuda_stream
     if key not in _SIDES:
-        _SIDES[key] = tuple(torch.cuda.Stream(stream.device) for _ in range(3))
+        _SIDES[key] = torch.cuda.Stream(stream.device)
     return _SIDES[key]
 
 
@@ -53,9 +52,9 @@ class Aside:
         """Call a function of tensors; on a CPU at once."""
         if not any(isinstance(value, Tensor) and value.is_cuda for value in args):
             return function(*args, **more)
-        current = torch.cuda.current_stream()
-        side = _beside(current)[len(self._held) % 2]
         self._held.append(args)
+        current = torch.cuda.current_stream()
+        side = _beside(current)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             result = function(*args, **more)
@@ -66,8 +65,7 @@ class Aside:
         """What follows waits for all calls."""
         if self._held:
             current = torch.cuda.current_stream()
-            for side in _beside(current)[: min(2, len(self._held))]:
-                current.wait_stream(side)
+            current.wait_stream(_beside(current))
         self._held.clear()
 
 
@@ -80,7 +78,7 @@ def ahead(function: Callable[..., Tensor], *args: Tensor | None) -> Callable[[],
         made = function(*args)
         return lambda: made
     current = torch.cuda.current_stream()
-    side = _beside(current)[-1]
+    side = _beside(current)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         result = function(*args)

@@ -2,8 +2,8 @@
 
 cuDNN pads 72 channels to a tile of 128. Here the channels of one result are a power of 2 and the rest beside it
 (64 + 16), and taps and channels of the input lie side by side in one sum of 9 * I numbers, whatever I is. Maps and
-weights are channels_last, so that neighbouring channels of a tap are neighbours in memory: I and O are multiples of 8.
-Sums are in single precision and in a fixed order, so equal inputs give equal bits.
+weights are channels_last, so that neighbouring channels of a tap are neighbours in memory: I and O are multiples of 8,
+O not where there is one tap. Sums are in single precision and in a fixed order, so equal inputs give equal bits.
 """
 
 # Triton's names are no types for a checker, and tensors in a kernel have no shapes to annotate.
@@ -197,10 +197,12 @@ def _add_parts(
 def fits(x: Tensor, weight: Tensor, stride: int = 1) -> bool:
     """Whether x (B, I, H, W) and weights (O, I, K, K) are for these kernels, with (K - 1) / 2 zeros on each side.
 
-    They want half precision, K = 3 or 1, I and O multiples of 8, H and W multiples of the stride.
+    They want half precision, K = 3 or 1, I and with K = 3 also O multiples of 8, H and W multiples of the stride.
     """
-    half = x.dtype == weight.dtype and x.element_size() == 2 and weight.shape[2:] in ((3, 3), (1, 1))
-    return half and not any(n % 8 for n in weight.shape[:2]) and not any(side % stride for side in x.shape[2:])
+    outputs, inputs, *taps = weight.shape
+    half = x.dtype == weight.dtype and x.element_size() == 2 and taps in ([3, 3], [1, 1])
+    aligned = inputs % 8 == 0 and (outputs % 8 == 0 or taps == [1, 1])
+    return half and aligned and not any(side % stride for side in x.shape[2:])
 
 
 def _columns(outputs: int) -> tuple[int, dict[str, int]]:
@@ -317,7 +319,8 @@ def _partial(x: Tensor, dy: Tensor, stride: int, taps: int) -> Tensor:
     """Terms of that gradient: (parts, taps * I, O)."""
     (_, inputs, height, width), outputs = x.shape, dy.shape[1]
     columns, positions = min(128, max(16, triton.next_power_of_2(outputs))), dy.numel() // outputs
-    options = WEIGHT_WIDE if inputs > 128 or positions < 64 * PROGRAMS else WEIGHT
+    narrow = taps * inputs <= WEIGHT_WIDE["BLOCK_M"]
+    options = WEIGHT_WIDE if narrow or inputs > 128 or positions < 64 * PROGRAMS else WEIGHT
     tiles, programs = triton.cdiv(taps * inputs, options["BLOCK_M"]), triton.cdiv(outputs, columns)
     parts, each = _parts(positions, options["BLOCK_P"], tiles * programs)
     partial = torch.empty(parts, taps * inputs, outputs, device=x.device)
