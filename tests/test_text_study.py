@@ -59,7 +59,7 @@ from emoe.studies import base, text, text_judge
 from emoe.studies.base import Study, run_name, steps_done
 from emoe.studies.text_files import PCA, Archive, PoolKey, digest
 from emoe.studies.text_judge import JudgeRun
-from emoe.studies.text_pages import escape
+from emoe.studies.text_pages import escape, with_earlier
 from emoe.studies.text_training import network_passes, training_rows
 from emoe.types import Convention, Measurement
 
@@ -326,6 +326,24 @@ def test_stages_on_different_machines_give_the_same_numbers(
     assert values(after) == values(results)
     samples = [(place / "results/text-tiny-samples.md").read_text() for place in (finished, third)]
     assert samples[0] == samples[1]
+
+
+def test_samples_of_pools_that_are_elsewhere_stay_on_the_page() -> None:
+    def page(head: str, **sections: dict[str, str]) -> str:
+        lines = [f"# Samples\n\n{head}\n"]
+        for number, entries in sections.items():
+            lines.append(f"## news, NFE {number[1:]}\n")
+            lines += [f"**{title}**\n\n- {shown}\n" for title, shown in entries.items()]
+        return "\n".join(lines)
+
+    earlier = page("All.", n1={"MDLM": "a", "E-MoE": "old \\*\\*b"}, n16={"MDLM": "c"})
+    new = page("All.", n1={"E-MoE": "new", "VADD": "d"}, n2={"E-MoE": "e"})
+    both = page("All.", n1={"MDLM": "a", "E-MoE": "new", "VADD": "d"}, n2={"E-MoE": "e"}, n16={"MDLM": "c"})
+    assert with_earlier(new, earlier) == both
+    assert with_earlier(both, both) == both and with_earlier(new, "") == new
+    assert with_earlier(new, page("All with another field.", n1={"MDLM": "a"})) == new  # titles would not say it
+    twice = new.replace("VADD", "E-MoE")  # two runs of one title
+    assert with_earlier(twice, twice) == twice
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -63,7 +63,7 @@ from emoe.studies.base import Study, make_study, run_name, steps_done
 from emoe.studies.latent import parse_deadline, parse_jobs, parse_names, parse_seeds, refuse_fields
 from emoe.studies.text_files import PCA, Archive, MauveCache, PoolKey, describe_pools, describe_text, digest
 from emoe.studies.text_judge import CHECKS, EXACT, JudgeRun, full_precision
-from emoe.studies.text_pages import curves, latent_curves, samples_page
+from emoe.studies.text_pages import curves, latent_curves, samples_page, with_earlier
 from emoe.studies.text_training import network_passes, training_rows
 from emoe.types import Convention, Measurement
 
@@ -666,7 +666,7 @@ class Chain:
         pages = {tables: text_tables(results)}
         samples = samples_page(self._by_text(self._archives()), tables.name)
         if samples:
-            pages[beside] = samples
+            pages[beside] = with_earlier(samples, beside.read_text(encoding="utf-8") if beside.exists() else "")
         elif self._archives():
             self.study.note(f"{beside.name}: not written, no set here has the words of these tokens; give --set FOLDER")
         written += [page for page, text in pages.items() if _write(page, text)]

@@ -66,6 +66,38 @@ def samples_page(
     return "\n".join([told, *parts])
 
 
+def with_earlier(page: str, earlier: str) -> str:
+    """A page of samples, and what an earlier one has of pools that are not here; all of it only if both began alike.
+
+    Pools stay where they were drawn. What is said of all of them at the beginning, such as fields that were changed in
+    each, must hold for the earlier ones too.
+    """
+    (head, new), (before, old) = _taken_apart(page), _taken_apart(earlier)
+    if head != before:
+        return page
+    sections = sorted({**old, **new}, key=_section_place)
+    parts = [head]
+    for section in sections:
+        parts += [section, *({**old.get(section, {}), **new.get(section, {})}).values()]
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _taken_apart(page: str) -> tuple[str, dict[str, dict[tuple[str, int], str]]]:
+    """What comes before the sections; for each heading its titles, numbered if they are equal, and what they head."""
+    head, *sections = re.split(r"^(?=## )", page.rstrip("\n") + "\n\n", flags=re.MULTILINE)
+    found = {}
+    for section in sections:
+        heading, *entries = re.split(r"^(?=\*\*)", section, flags=re.MULTILINE)
+        titles = [entry.partition("\n")[0] for entry in entries]
+        found[heading] = {(title, titles[:i].count(title)): entries[i] for i, title in enumerate(titles)}
+    return head, found
+
+
+def _section_place(heading: str) -> tuple[str, int]:
+    data, _, nfe = heading.strip().rpartition(", NFE ")
+    return data, int(nfe)
+
+
 def _place(archive: Archive) -> tuple[int, str, int]:
     order, method = list(METHODS), archive.manifest["method"]
     return order.index(method) if method in order else len(order), archive.manifest["recipe"], archive.manifest["seed"]
