@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,13 +15,14 @@ from emoe.backbones.dit import DiTConfig
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.diffusion import chunks
-from emoe.diffusion.chunks import total_and_target
+from emoe.diffusion.chunks import masked_total_and_target, total_and_target
 from emoe.experiment import customise
 from emoe.methods.ar import ARConfig
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, MethodConfig, log_token_of
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
+from emoe.methods.sedd import SEDDConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
@@ -142,6 +144,68 @@ def test_clean_positions_have_exactly_no_gradient(build, monkeypatch: pytest.Mon
         assert (log_token[~masked] == 0).all() and (log_token[masked] < 0).all()
 
 
+@pytest.mark.parametrize("share", [0.5, 0.77])
+def test_logits_of_masked_positions_alone(share: float):
+    """Values and gradients at masked positions are those of all logits; where there is no room for them, NaN."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = (6, 5, 4), (11, 4), (11,), (6, 5), (6, 5)
+    h, weight, bias, a, b = (torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes)
+    inputs = [h.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    room = math.ceil(share * 30)
+    for count in (0, 1, 7, room):
+        masked = torch.zeros(30, dtype=torch.bool)
+        masked[torch.randperm(30, generator=draw)[:count]] = True
+        masked = masked.view(6, 5)
+        got = masked_total_and_target(h, weight, bias, rows(), masked, share, 4)
+        want = [torch.where(masked, one, 0.0) for one in total_and_target(h, weight, bias, rows(), 1_000)]
+        for one, other in zip(got, want, strict=True):
+            assert torch.allclose(one, other, rtol=1e-14, atol=1e-14)
+        found = [torch.autograd.grad((a * x).sum() + (b * y).sum(), inputs) for x, y in (got, want)]
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one, other, rtol=1e-12, atol=1e-13)
+    masked = (torch.arange(30) < room + 1).view(6, 5)
+    assert all(one.isnan().all() for one in masked_total_and_target(h, weight, bias, rows(), masked, share, 4))
+
+
+SHARED = CONFIGS | {
+    "sedd": SEDDConfig,
+    "bd3lm": lambda **more: BD3LMConfig(block=5, **more),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_training_makes_a_share_of_the_logits_and_the_same_step(
+    scramble, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"width": 16, "depth": 2, "heads": 2, "hidden": 16, "cond_size": 8, "time_size": 8, "latent_hidden": 8}
+    network = DiTConfig(**sizes, dropout=0.1, dispatch="loop", time_conditioning=name == "sedd")
+    found, seen, inner = [], [], chunks._logits
+    monkeypatch.setattr(chunks, "_logits", lambda h, *rest: seen.append(len(h)) or inner(h, *rest))
+    for more in ({}, {"head_share": 0.75}):
+        seen.clear()
+        method = scramble(SHARED[name](t_low=0.05, head_chunk=1_000, **more).build(SPACE, network).double(), 3).train()
+        knobs = {key: torch.tensor(ramp(3, 10), dtype=torch.float64) for key, ramp in method.ramps.items()}
+        loss = method(rows(16), knobs, Rng(1).at(2)).total
+        found.append([loss, *torch.autograd.grad(loss, list(method.parameters()), allow_unused=True)])
+        all_rows = 16 * getattr(method.config, "draws", 1)
+        assert seen[0] == (math.ceil(0.75 * all_rows * SPACE.length) if more else all_rows * SPACE.length)
+        seen.clear()
+        method.eval().nll_bound(rows(), Convention.parse("nelbo" if name in ("sedd", "mdlm") else "bound@1"), Rng(2))
+        assert sum(seen) == 6 * SPACE.length  # likelihoods may have more masks
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-10, atol=1e-12))
+    narrow = scramble(SHARED[name](head_chunk=1_000, head_share=0.1).build(SPACE, network).double(), 3).train()
+    knobs = {key: torch.tensor(ramp(3, 10), dtype=torch.float64) for key, ramp in narrow.ramps.items()}
+    assert narrow(rows(16), knobs, Rng(1).at(2)).total.isnan()
+
+
+def test_what_a_share_does_not_go_with() -> None:
+    with pytest.raises(ConfigError, match="head_share: has no meaning without head_chunk"):
+        MDLMConfig(head_share=0.5)
+    with pytest.raises(ConfigError, match="head_share: has no meaning without masks"):
+        ARConfig(head_chunk=8, head_share=0.5)
+
+
 def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(build, monkeypatch: pytest.MonkeyPatch):
     method, seen = build(MDLMConfig(head_chunk=8)), []
     inner = chunks._logits
@@ -157,6 +221,9 @@ def test_it_reads_no_value_and_has_fixed_shapes():
         h, weight = torch.zeros(512, 128, 768, requires_grad=True), torch.zeros(30_522, 768, requires_grad=True)
         bias, target = torch.zeros(30_522, requires_grad=True), torch.zeros(512, 128, dtype=torch.long)
         total, chosen = total_and_target(h, weight, bias, target, 8_192)
+        (total - chosen).sum().backward()
+        masked = torch.zeros(512, 128, dtype=torch.bool)
+        total, chosen = masked_total_and_target(h, weight, bias, target, masked, 0.55, 8_192)
         (total - chosen).sum().backward()
     assert total.shape == (512, 128) and h.grad.shape == h.shape and weight.grad.shape == weight.shape
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -24,12 +25,63 @@ def total_and_target(
 
     Logits are made twice, in the forward and in the backward pass, and each time dropped when their chunk is done:
     chunk * V numbers are held in place of several times B * L * V. Values and gradients are those of all at once, in
-    the precision of autocast where it is on. Shapes do not depend on the data, so that a CUDA graph can hold it; so
-    positions that a loss leaves out are read too, and with a zero coming back their gradient is exactly zero. Entries
+    the precision of autocast where it is on. Shapes do not depend on the data, so that a CUDA graph can hold it.
+    Positions that a loss leaves out are read too, and with a zero coming back their gradient is exactly zero. Entries
     of -inf in the bias have no part in the sum.
     """
     total, chosen = _TotalAndTarget.apply(h.flatten(0, 1), weight, bias, target.flatten(), chunk)
     return total.view(target.shape), chosen.view(target.shape)
+
+
+def masked_total_and_target(
+    h: Float[Tensor, "B L K"],
+    weight: Float[Tensor, "V K"],
+    bias: Float[Tensor, " V"],
+    target: Int[Tensor, "B L"],
+    masked: Bool[Tensor, "B L"],
+    share: float,
+    chunk: int,
+) -> tuple[Float[Tensor, "B L"], Float[Tensor, "B L"]]:
+    """`total_and_target` where a loss reads it, at masked positions; with a share below 1 the others have 0, no logits.
+
+    Of a batch whose times are spread evenly very nearly a half of the positions is masked. How many depends on the
+    data, what a CUDA graph holds does not: there is room for `share` of all positions, into which the masked ones are
+    moved. Where they are more, all results are NaN: the optimiser refuses such a step, and nothing is counted wrongly.
+    """
+    if share == 1:
+        return total_and_target(h, weight, bias, target, chunk)
+    here = masked.flatten()
+    count, room = len(here), math.ceil(share * len(here))
+    rank = here.cumsum(0) - 1  # of each masked position among them
+    fits = here & (rank < room)
+    # One place more takes what does not belong there. Unfilled places read position 0, and nobody reads them.
+    places = torch.zeros(room + 1, dtype=torch.int64, device=h.device)
+    taken = places.scatter(0, torch.where(fits, rank, room), torch.arange(count, device=h.device))[:-1]
+    filled = torch.arange(room, device=h.device) < here.sum()
+    rank = rank.clamp(0, room - 1)
+    moved = _Moved.apply(h.flatten(0, 1), taken, filled, rank, fits)
+    found = _TotalAndTarget.apply(moved, weight, bias, target.flatten()[taken], chunk)
+    back = (_Moved.apply(one, rank, fits, taken, filled) for one in found)
+    total, chosen = (torch.where(here.sum() > room, math.nan, one).view(target.shape) for one in back)
+    return total, chosen
+
+
+class _Moved(torch.autograd.Function):
+    """y[i] = x[at[i]] where real[i], else 0; its gradient is of the same form, since nothing is read twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor, real: Tensor, back: Tensor, was_read: Tensor) -> Tensor:
+        ctx.save_for_backward(back, was_read)
+        return _moved(x, at, real)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _moved(dy, *ctx.saved_tensors), None, None, None, None
+
+
+def _moved(x: Tensor, at: Tensor, real: Tensor) -> Tensor:
+    return torch.where(real.view(-1, *(1 for _ in x.shape[1:])), x.index_select(0, at), 0)
 
 
 class _TotalAndTarget(torch.autograd.Function):

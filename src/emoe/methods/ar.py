@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,11 @@ from emoe.types import Convention, Loss, StepEvent, TokenSpace, Wants
 @dataclass(frozen=True, kw_only=True)
 class ARConfig(MethodConfig, kind="ar"):
     """AR has no options of its own."""
+
+    def conflicts(self) -> Iterator[str]:
+        """What cannot go together."""
+        if self.head_share < 1:
+            yield "head_share: has no meaning without masks, since every position is predicted; use 1"
 
     def wants(self) -> Wants:
         """A causal network with a cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import Config, ConfigError, Family, option
-from emoe.diffusion.chunks import total_and_target
+from emoe.diffusion.chunks import masked_total_and_target
 from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral, cached, reveal_first
 from emoe.diffusion.schedule import LinearSchedule, Schedule
@@ -45,6 +45,18 @@ class MethodConfig(Family, package="emoe.methods"):
     head_chunk: int = option(
         0, doc="positions whose logits the loss makes at a time, to save memory where V is large; 0: all", low=0
     )
+    head_share: float = option(
+        1.0,
+        doc="with head_chunk: share of positions that logits are made for in training, masked ones, which must not be "
+        "more (such a step is refused)",
+        above=0,
+        high=1,
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """What cannot go together."""
+        if self.head_share < 1 and not self.head_chunk:
+            yield "head_share: has no meaning without head_chunk; use 1"
 
     def wants(self) -> Wants:
         """What it needs of a backbone."""
@@ -133,6 +145,12 @@ class MaskedDiffusionConfig(MethodConfig):
         high=1,
     )
 
+    def conflicts(self) -> Iterator[str]:
+        """What cannot go together."""
+        yield from super().conflicts()
+        if self.few_steps != NEVER and not self.step_aware:
+            yield "few_steps: has no meaning without step_aware; use 0"
+
 
 @dataclass(frozen=True)
 class Predicted:
@@ -165,8 +183,6 @@ class MaskedDiffusion(Method):
     def __init__(self, config: MaskedDiffusionConfig, space: TokenSpace, ramps: Mapping[str, Ramp]):
         super().__init__()
         self.config, self.space = config, space
-        if config.few_steps != NEVER and not config.step_aware:
-            raise ConfigError(["few_steps: has no meaning without step_aware; use 0"])
         self.ramps = {**ramps, "few_steps": config.few_steps} if config.few_steps != NEVER else ramps
 
     @abstractmethod
@@ -210,8 +226,9 @@ class MaskedDiffusion(Method):
             out = self.backbone(rows, t, **inputs)
             return Predicted(subs(out.logits, xt, mask_id), None, out.route_logits)
         h, route_logits, _ = self.backbone.features(rows, t, **inputs)
-        total, chosen = total_and_target(h, *self.backbone.head_weights(), x0, chunk)
-        return Predicted(None, torch.where(xt == mask_id, chosen - total, 0.0), route_logits)
+        masked, share = xt == mask_id, self.config.head_share if self.training else 1.0
+        total, chosen = masked_total_and_target(h, *self.backbone.head_weights(), x0, masked, share, chunk)
+        return Predicted(None, torch.where(masked, chosen - total, 0.0), route_logits)
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
         """Weight of the latent's KL in the training objective; a method with a latent says which."""

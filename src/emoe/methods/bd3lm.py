@@ -13,7 +13,7 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.chunks import total_and_target
+from emoe.diffusion.chunks import masked_total_and_target
 from emoe.diffusion.masking import mask_tokens, masked_nll, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral
 from emoe.diffusion.schedule import LinearSchedule, Schedule
@@ -93,9 +93,10 @@ class BD3LM(Method):
             both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
             network: Any = self.backbone  # one that has `attend`
             h, _, _ = network.features(both, t, attend=self.attend, positions=self.places)
-            weights = self.backbone.head_weights()
-            total, chosen = total_and_target(h[:, : x0.shape[1]], *weights, x0, self.config.head_chunk)
-            return torch.where(xt == self.space.mask_id, total - chosen, 0.0).unflatten(1, (self.blocks, -1)).sum(-1)
+            read, masked = (h[:, : x0.shape[1]], *self.backbone.head_weights(), x0), xt == self.space.mask_id
+            share = self.config.head_share if self.training else 1.0
+            total, chosen = masked_total_and_target(*read, masked, share, self.config.head_chunk)
+            return torch.where(masked, total - chosen, 0.0).unflatten(1, (self.blocks, -1)).sum(-1)
         log_x_theta = subs(self.logits(xt, x0), xt, self.space.mask_id)
         size = self.config.block
         return masked_nll(log_x_theta.reshape(-1, size, self.space.size), x0.reshape(-1, size)).view(len(x0), -1)

@@ -77,6 +77,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 
     def conflicts(self) -> Iterator[str]:
         """What cannot go together."""
+        yield from super().conflicts()
         if self.head_chunk and self.last_block == "summed":
             yield "head_chunk: summing the last block needs all logits at once; use 0, or last_block drawn"
         if self.top_k > self.experts:

@@ -23,6 +23,7 @@ class MDLMConfig(MaskedDiffusionConfig, kind="mdlm"):
 
     def conflicts(self) -> Iterator[str]:
         """What cannot go together."""
+        yield from super().conflicts()
         if self.step_aware:
             yield "step_aware: has no meaning without a latent; use false"
 
