@@ -145,8 +145,9 @@ def test_clean_positions_have_exactly_no_gradient(build, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("share", [0.5, 0.77])
-def test_logits_of_masked_positions_alone(share: float):
+def test_logits_of_masked_positions_alone(share: float, monkeypatch: pytest.MonkeyPatch):
     """Values and gradients at masked positions are those of all logits; where there is no room for them, NaN."""
+    monkeypatch.setattr(chunks, "LEAST_ROWS", 1)
     draw = torch.Generator().manual_seed(1)
     sizes = (6, 5, 4), (11, 4), (11,), (6, 5), (6, 5)
     h, weight, bias, a, b = (torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes)
@@ -180,6 +181,7 @@ def test_training_makes_a_share_of_the_logits_and_the_same_step(
     sizes = {"width": 16, "depth": 2, "heads": 2, "hidden": 16, "cond_size": 8, "time_size": 8, "latent_hidden": 8}
     network = DiTConfig(**sizes, dropout=0.1, dispatch="loop", time_conditioning=name == "sedd")
     found, seen, inner = [], [], chunks._logits
+    monkeypatch.setattr(chunks, "LEAST_ROWS", 16)
     monkeypatch.setattr(chunks, "_logits", lambda h, *rest: seen.append(len(h)) or inner(h, *rest))
     for more in ({}, {"head_share": 0.75}):
         seen.clear()
@@ -189,6 +191,9 @@ def test_training_makes_a_share_of_the_logits_and_the_same_step(
         found.append([loss, *torch.autograd.grad(loss, list(method.parameters()), allow_unused=True)])
         all_rows = 16 * getattr(method.config, "draws", 1)
         assert seen[0] == (math.ceil(0.75 * all_rows * SPACE.length) if more else all_rows * SPACE.length)
+        seen.clear()
+        method(rows(5), knobs, Rng(1).at(2))
+        assert seen == [all_rows // 16 * 5 * SPACE.length]  # too few rows to count on their times
         seen.clear()
         method.eval().nll_bound(rows(), Convention.parse("nelbo" if name in ("sedd", "mdlm") else "bound@1"), Rng(2))
         assert sum(seen) == 6 * SPACE.length  # likelihoods may have more masks

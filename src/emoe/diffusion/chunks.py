@@ -13,6 +13,8 @@ from torch.nn import functional as nnf
 
 from emoe.compiled import kernels
 
+LEAST_ROWS = 64  # from which on the masked share of a batch is so near to a half that one can count on it
+
 
 def total_and_target(
     h: Float[Tensor, "B L K"],
@@ -47,8 +49,9 @@ def masked_total_and_target(
     Of a batch whose times are spread evenly very nearly a half of the positions is masked. How many depends on the
     data, what a CUDA graph holds does not: there is room for `share` of all positions, into which the masked ones are
     moved. Where they are more, all results are NaN: the optimiser refuses such a step, and nothing is counted wrongly.
+    In batches of few rows, whose share of masked positions varies, all logits are made.
     """
-    if share == 1:
+    if share == 1 or len(target) < LEAST_ROWS:
         return total_and_target(h, weight, bias, target, chunk)
     here = masked.flatten()
     count, room = len(here), math.ceil(share * len(here))

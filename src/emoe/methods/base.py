@@ -47,8 +47,8 @@ class MethodConfig(Family, package="emoe.methods"):
     )
     head_share: float = option(
         1.0,
-        doc="with head_chunk: share of positions that logits are made for in training, masked ones, which must not be "
-        "more (such a step is refused)",
+        doc="with head_chunk, from 64 rows on: share of positions that logits are made for in training, masked ones, "
+        "which must not be more (such a step is refused)",
         above=0,
         high=1,
     )
