@@ -18,7 +18,7 @@ SCRIPT = """
 import copy
 import torch
 from emoe.backbones import dit, layers
-from emoe.diffusion import categorical, masking
+from emoe.diffusion import categorical, masking, times
 from emoe.engine import optim
 from emoe.routing import experts, kl, routes
 
@@ -40,6 +40,7 @@ cases = {
     masking.subs: [(normal(2, 6, 5), torch.randint(5, (2, 6)), 3)],
     masking.log_chosen: [(logits, route), (normal(2, 6, 20), route)],
     categorical.gumbel_from_uniform: [(torch.rand(3, 4, dtype=torch.float64),)],
+    times._in_strata: [(torch.rand(9, dtype=torch.float64), 5, 0.0), (torch.rand(4, dtype=torch.float64), 2, 1e-3)],
     routes._relaxed: [(logits, noise, torch.tensor(0.5), 2, 2), (logits, noise, 0.5, 4, 4), (logits, noise, 0.5, 2, 1)],
     kl._compared: [(logits, other, route, (6,)), (logits, other, route, (4, 2))],
     experts._all_experts: [
@@ -104,7 +105,7 @@ print("all", len(cases) + len(in_place))
 def test_each_is_compiled_as_a_whole_and_stays_the_same_function() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "all 13\n", done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout == "all 14\n", done.stderr[-2000:]
 
 
 def test_the_list_above_is_whole() -> None:
@@ -112,7 +113,7 @@ def test_the_list_above_is_whole() -> None:
         path.name for path in Path(emoe.__file__).parent.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines() if line == "@compiled"
     ]  # fmt: skip
-    assert len(marked) == 13
+    assert len(marked) == 14
 
 
 def test_a_cpu_runs_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

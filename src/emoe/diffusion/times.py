@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from emoe.compiled import compiled
+
 
 def stratified_times(
     batch: int, generator: torch.Generator, *, low: float = 0.0, rank: int = 0, world: int = 1
@@ -22,11 +24,17 @@ def stratified_times(
     """
     count = batch * world
     noise = torch.rand(count + 1, generator=generator, device=generator.device, dtype=torch.float64)
+    return _in_strata(noise, _spread_stride(count), low)[rank * batch : (rank + 1) * batch]
+
+
+@compiled
+def _in_strata(noise: Float[Tensor, " more"], stride: int, low: float) -> Float[Tensor, " n"]:
+    """Times of all strata from n + 1 numbers of U[0, 1): the shift's, then one for each."""
+    count = len(noise) - 1
     shift = (noise[0] * count).floor()
-    place = torch.arange(count, device=generator.device, dtype=torch.float64) * _spread_stride(count)
+    place = torch.arange(count, device=noise.device, dtype=torch.float64) * stride
     u = ((place + shift) % count + noise[1:]) / count
-    t = low + (1 - low) * (1 - u)
-    return t[rank * batch : (rank + 1) * batch].to(torch.float32)
+    return (low + (1 - low) * (1 - u)).to(torch.float32)
 
 
 @functools.cache
