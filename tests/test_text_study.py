@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import random
 import shutil
 import signal
@@ -326,6 +327,25 @@ def test_stages_on_different_machines_give_the_same_numbers(
     assert values(after) == values(results)
     samples = [(place / "results/text-tiny-samples.md").read_text() for place in (finished, third)]
     assert samples[0] == samples[1]
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_of_two_pools_of_one_recipe_the_youngest_counts(finished: Path, sets: Path, tmp_path: Path) -> None:
+    """A recipe that was changed leaves a pool behind, whose folder has another name and whose rows have the same."""
+    place = tmp_path / "place"
+    shutil.copytree(finished, place)
+    page = place / "results/text-tiny-samples.md"
+    before = page.read_text()
+    pool = place / "runs/pools" / f"{run_of(place, 'mdlm').name}.npz"
+    other = dataclasses.replace(Archive.open(pool), path=pool.with_name("text-tiny-mdlm-seed0-00000000.npz"))
+    other.arrays.update({name: rows[::-1].copy() for name, rows in other.arrays.items()})
+    other.save()
+    for age, same in ((-60, True), (60, False)):
+        moment = pool.stat().st_mtime + age
+        os.utime(other.path, (moment, moment))
+        page.unlink()
+        assert study(place, f"--only draw {with_sets(sets)}") == 0
+        assert (page.read_text() == before) is same and page.read_text().count("**MDLM**") == before.count("**MDLM**")
 
 
 def test_samples_of_pools_that_are_elsewhere_stay_on_the_page() -> None:

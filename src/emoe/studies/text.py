@@ -722,7 +722,12 @@ class Chain:
         return self.study.results.stem
 
     def _archives(self) -> list[Archive]:
-        return [Archive.open(path) for path in sorted((self.study.folder / "pools").glob("*.npz"))]
+        """Pools that are here; of those that would have the same rows, a recipe being changed since, the youngest."""
+        paths = sorted((self.study.folder / "pools").glob("*.npz"))
+        found: dict[tuple[str, ...], Archive] = {}
+        for archive in map(Archive.open, sorted(paths, key=lambda path: path.stat().st_mtime_ns)):
+            found[tuple(str(archive.manifest[name]) for name in ("data", "recipe", "seed"))] = archive
+        return sorted(found.values(), key=lambda archive: archive.path)
 
     def _pools(self, experiment: Experiment) -> Path:
         return self.study.folder / "pools" / f"{run_name(experiment)}.npz"
