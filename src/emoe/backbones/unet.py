@@ -310,7 +310,6 @@ class Flow:
     """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
 
     all_films: Callable[[], Float[Tensor, "B _F"]]  # scale and shift of all blocks, side by side
-    blocks: int
     route: Route | None
     lent: Lent
     films: list[Float[Tensor, "B _2C"]] = field(default_factory=list)  # of the blocks to come, from the first film on
@@ -321,7 +320,7 @@ class Flow:
     def film(self) -> Float[Tensor, "B _2C"]:
         """Scale and shift of the next block."""
         if not self.films:
-            self.films = list(self.all_films().chunk(self.blocks, dim=-1))
+            self.films = list(self.all_films().chunk(len(JOINED), dim=-1))
         return self.films.pop(0)
 
     def take(self, logits: Float[Tensor, "B P E"], gate: Gate) -> None:
@@ -425,7 +424,7 @@ class UNet(Backbone):
         rows = embed(self.token, x, lent)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
-        flow = Flow(films, len(self.blocks), route, lent)
+        flow = Flow(films, route, lent)
         blocks = iter(self.blocks)
         h = next(blocks)(convolved(self.stem, as_map(rows), flow.lent), flow)
         flow.skips.append(h)

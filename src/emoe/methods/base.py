@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
@@ -81,6 +81,17 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Loss of a batch of clean rows, in nats per token."""
+
+    def read_masked(
+        self, h: Float[Tensor, "N L K"], x0: Int[Tensor, "N L"], masked: Bool[Tensor, "N L"]
+    ) -> tuple[Float[Tensor, "N L"], Float[Tensor, "N L"]]:
+        """log sum_y e^a_y and a_x0 of the head's logits a, for a loss that reads them at masked positions.
+
+        With `head_chunk`, and in training with `head_share`: likelihoods may have more masks.
+        """
+        config: Any = self.config  # each method has one of its own kind
+        share = config.head_share if self.training else 1.0
+        return masked_total_and_target(h, *self.backbone.head_weights(), x0, masked, share, config.head_chunk)
 
     def health(self, log: Mapping[str, Any]) -> str | None:
         """What ails the method by the numbers of one log line, with what to try; None if nothing does."""
@@ -221,13 +232,13 @@ class MaskedDiffusion(Method):
         self, x0: Int[Tensor, "N L"], xt: Int[Tensor, "N L"], rows: Int[Tensor, "M L"], t: Tensor, **inputs: Any
     ) -> Predicted:
         """One call of the network on `rows`, which may be more than xt, and what it says of x0 given xt."""
-        mask_id, chunk = self.space.mask_id, self.config.head_chunk
-        if not chunk:
+        mask_id = self.space.mask_id
+        if not self.config.head_chunk:
             out = self.backbone(rows, t, **inputs)
             return Predicted(subs(out.logits, xt, mask_id), None, out.route_logits)
         h, route_logits, _ = self.backbone.features(rows, t, **inputs)
-        masked, share = xt == mask_id, self.config.head_share if self.training else 1.0
-        total, chosen = masked_total_and_target(h, *self.backbone.head_weights(), x0, masked, share, chunk)
+        masked = xt == mask_id
+        total, chosen = self.read_masked(h, x0, masked)
         return Predicted(None, torch.where(masked, chosen - total, 0.0), route_logits)
 
     def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.chunks import masked_total_and_target
 from emoe.diffusion.masking import mask_tokens, masked_nll, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral
 from emoe.diffusion.schedule import LinearSchedule, Schedule
@@ -93,9 +92,8 @@ class BD3LM(Method):
             both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
             network: Any = self.backbone  # one that has `attend`
             h, _, _ = network.features(both, t, attend=self.attend, positions=self.places)
-            read, masked = (h[:, : x0.shape[1]], *self.backbone.head_weights(), x0), xt == self.space.mask_id
-            share = self.config.head_share if self.training else 1.0
-            total, chosen = masked_total_and_target(*read, masked, share, self.config.head_chunk)
+            masked = xt == self.space.mask_id
+            total, chosen = self.read_masked(h[:, : x0.shape[1]], x0, masked)
             return torch.where(masked, total - chosen, 0.0).unflatten(1, (self.blocks, -1)).sum(-1)
         log_x_theta = subs(self.logits(xt, x0), xt, self.space.mask_id)
         size = self.config.block

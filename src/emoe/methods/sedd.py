@@ -13,7 +13,6 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.chunks import masked_total_and_target
 from emoe.diffusion.masking import mask_tokens, start_rows
 from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.diffusion.score import analytic, log_scale, log_score, score_entropy
@@ -100,9 +99,7 @@ class SEDD(Method):
         """log sum_y e^a_y over all symbols but the mask, and a_x0, of the network's output a."""
         if self.config.head_chunk:
             h, _, _ = self.backbone.features(xt, t)
-            masked, share = xt == self.space.mask_id, self.config.head_share if self.training else 1.0
-            weights = self.backbone.head_weights()
-            return masked_total_and_target(h, *weights, x0, masked, share, self.config.head_chunk)
+            return self.read_masked(h, x0, xt == self.space.mask_id)
         logits = self.backbone(xt, t).logits  # the mask's column is -inf
         return logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
 
