@@ -712,6 +712,11 @@ def test_free_nats_and_masked_positions_change_what_training_counts(tiny, draws:
         out = tiny(EMoEConfig(experts=3, draws=draws, free_nats=free)).objective(x0, xt, t, KNOBS, Rng(10))
         assert torch.equal(out.kl, base.kl) and torch.equal(out.recon, base.recon)
         assert ((out.loss - out.recon) / BETA).mean().item() == pytest.approx(kept, abs=1e-12)
+    # Every second block from the first on: the second block has nothing free.
+    out = tiny(EMoEConfig(experts=3, draws=draws, free_nats=2 * high, free_every=2)).objective(
+        x0, xt, t, KNOBS, Rng(10)
+    )
+    assert ((out.loss - out.recon) / BETA).mean().item() == pytest.approx(means[1], abs=1e-12)
     masked = tiny(EMoEConfig(experts=3, draws=draws, kl_positions="masked"))
     with recorded(masked) as seen:
         out = masked.objective(x0, xt, t, KNOBS, Rng(10))

@@ -67,6 +67,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     free_nats: float = option(
         0.0, doc="nats per row up to which the route KL of a block is not counted in training", low=0
     )
+    free_every: int = option(1, doc="blocks with free nats: 1 = all, n = the first and every n-th after it", low=1)
     balance: float = option(0.0, doc="weight of the balance loss", low=0)
     balance_form: Literal["switch", "floor"] = option(
         "switch", doc="balance loss: Switch's, or how far the entropy of a block's usage is below `usage_floor`"
@@ -290,13 +291,14 @@ class EMoE(MaskedDiffusion):
             kl = route_kl(passes.post, passes.prior, (xt == self.space.mask_id).to(kl.dtype))
         elif not self.config.free_nats:
             return None
+        floor = self.config.free_nats * (torch.arange(kl.shape[1], device=kl.device) % self.config.free_every == 0)
         # The floor is on the mean over the batch: on each row it would also free rows that need no nats.
         if not self.config.step_aware:
-            over = (kl.mean(0) > self.config.free_nats).to(kl.dtype)
+            over = (kl.mean(0) > floor).to(kl.dtype)
             return (kl * over).sum(-1)
         # Of samplers with more than two steps nothing is free: they would pay for it at every step.
         few = (told < self.told(told, torch.full_like(told, 3.0))).to(kl.dtype)[:, None]
-        free = few * ((kl * few).sum(0) / few.sum().clamp(min=1) <= self.config.free_nats).to(kl.dtype)
+        free = few * ((kl * few).sum(0) / few.sum().clamp(min=1) <= floor).to(kl.dtype)
         return (kl * (1 - free)).sum(-1)
 
     def _balance(self, found: Compared, passes: Passes) -> Tensor | None:
