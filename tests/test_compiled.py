@@ -20,6 +20,7 @@ import torch
 from emoe.backbones import dit, layers
 from emoe.diffusion import categorical, masking, times
 from emoe.engine import optim
+from emoe.methods import base
 from emoe.routing import experts, kl, routes
 
 torch.manual_seed(0)
@@ -37,6 +38,10 @@ cases = {
     dit.rotate: [(normal(2, 3, 6, 4), angle.cos(), angle.sin())],
     layers._shaped: [(logits, normal(4), normal(4), 1e-5, 5.0), (logits, None, None, 0.0, 5.0)],
     layers.token_logits: [(logits, 4), (logits, 2)],
+    layers.time_features: [(torch.rand(5), 6)],
+    masking._masked_where: [(route, torch.rand(2, 6, dtype=torch.float64), torch.tensor([0.3, 0.9]), 4)],
+    base._row_losses: [(normal(2, 6), torch.rand(2), normal(2), beta) for beta in (torch.rand(2), torch.tensor(0.5))],
+    base._per_token: [(normal(3), normal(3), normal(3), 7)],
     masking.subs: [(normal(2, 6, 5), torch.randint(5, (2, 6)), 3)],
     masking.log_chosen: [(logits, route), (normal(2, 6, 20), route)],
     categorical.gumbel_from_uniform: [(torch.rand(3, 4, dtype=torch.float64),)],
@@ -105,7 +110,7 @@ print("all", len(cases) + len(in_place))
 def test_each_is_compiled_as_a_whole_and_stays_the_same_function() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "all 14\n", done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout == "all 18\n", done.stderr[-2000:]
 
 
 def test_the_list_above_is_whole() -> None:
@@ -113,7 +118,7 @@ def test_the_list_above_is_whole() -> None:
         path.name for path in Path(emoe.__file__).parent.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines() if line == "@compiled"
     ]  # fmt: skip
-    assert len(marked) == 14
+    assert len(marked) == 18
 
 
 def test_a_cpu_runs_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_pixels_are_copied_to_squares(channels: int, side: int) -> None:
 def test_embeddings() -> None:
     table, slope = normal(3, 24, seed=0), normal(5, 40, 24, seed=1).detach()  # 200 rows: two programs
     x = torch.randint(3, (5, 40), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    assert_equal(maps.embed(x, table, torch.float32, Aside()), nnf.embedding(x, table), [table], slope)
+    assert_equal(maps.embed(x, table, torch.float32), nnf.embedding(x, table), [table], slope)
     assert maps.embed(x, table, torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -164,7 +164,14 @@ def test_convolutions(
     leaves = [x, weight] + [bias] * with_bias + [skip] * with_skip
     given = {"bias": bias if with_bias else None, "skip": skip if with_skip else None}
     mine = maps.convolution(x, weight, **given, stride=stride, padding=padding, aside=Aside())
-    assert_equal(mine, wanted, leaves, normal(*wanted.shape, seed=4).detach())
+    slope = normal(*wanted.shape, seed=4).detach()
+    assert_equal(mine, wanted, leaves, slope)
+    # Weights that are rounded for the product: their own precision has the gradient.
+    other = normal(24, 40, size, size, seed=5)
+    mine = maps.convolution(x, other, **given, rounded=weight.detach(), stride=stride, padding=padding, aside=Aside())
+    again = nnf.conv2d(x, weight, None, stride, padding)
+    found, want = torch.autograd.grad(mine, other, slope)[0], torch.autograd.grad(again, weight, slope)[0]
+    assert found.dtype == other.dtype and (found - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])

@@ -466,17 +466,25 @@ def test_comparisons_of_draws_judge_rows_or_squares(credit: str):
     assert torch.allclose(out.log["effective_draws"], (1 / weights.square().sum(1)).mean(), atol=1e-4)
 
 
-def test_parameters_are_lent_as_one_by_one():
+def test_parameters_are_lent_with_their_gradients():
     generator = torch.Generator().manual_seed(5)
-    shapes = (4, 3, 3, 3), (2, 4, 1, 1), (4,), (2,)
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    scales = [torch.randn(shape, generator=generator) for shape in shapes]
-    lent = unet._Lend.apply(Aside(), torch.bfloat16, 2, *leaves)
-    alone = [leaf.bfloat16() if len(leaf.shape) == 4 else leaf for leaf in leaves]
-    for a, b in zip(lent, alone, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-    losses = [sum((w * s).sum() for w, s in zip(used[:3], scales, strict=False)) for used in (lent, alone)]
-    found, wanted = (torch.autograd.grad(loss, leaves, allow_unused=True) for loss in losses)
-    for a, b in zip(found[:3], wanted[:3], strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b)
-    assert found[3] is None  # who was not read gets no gradient
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((4, 3, 3, 3), (4,), (2,))]
+    scales = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
+    lent = unet._Lend.apply(Aside(), *leaves)
+    assert all(torch.equal(a, b) for a, b in zip(lent, leaves, strict=True))
+    found = torch.autograd.grad(sum((lent[i] * scales[i]).sum() for i in (0, 1)), leaves, allow_unused=True)
+    assert torch.equal(found[0], scales[0]) and torch.equal(found[1], scales[1])
+    assert found[2] is None  # who was not read gets no gradient
+
+
+def test_weights_are_rounded_for_products_alone(monkeypatch):
+    monkeypatch.setattr(unet, "_fused", lambda h: unet)
+    monkeypatch.setattr(unet, "product_dtype", lambda like: torch.bfloat16)
+    block = unet.Residual(16, 8, 4, 0)
+    lent = unet.Lent(block, torch.zeros(()))
+    for conv in (block.conv_in, block.conv_out, block.skip):
+        assert torch.equal(lent.rounded(conv.weight), conv.weight.bfloat16()) and torch.equal(
+            lent(conv.weight), conv.weight
+        )
+        assert lent(conv.weight).requires_grad and not lent.rounded(conv.weight).requires_grad
+    assert torch.equal(lent(block.norm_in.weight), block.norm_in.weight)

@@ -19,6 +19,7 @@ from emoe.routing.experts import Activation, Dispatch, RoutedExperts
 from emoe.types import Gate, Route
 
 
+@compiled
 def time_features(t: Float[Tensor, " B"], size: int) -> Float[Tensor, "B F"]:
     """Sines and cosines of 1000 t at `size / 2` frequencies from 1 down to 1e-4."""
     half = size // 2

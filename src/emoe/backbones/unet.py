@@ -104,36 +104,18 @@ def _fused(h: Tensor) -> ModuleType | None:
 
 
 class _Lend(torch.autograd.Function):
-    """Parameters for one pass: the first `halves` in another precision by one kernel, and back by another.
-
-    Their gradients are computed beside the rest, and are complete from here on.
-    """
+    """Parameters for one pass, whose gradients are computed beside the rest, and are complete from here on."""
 
     @staticmethod
-    def forward(ctx: Any, aside: Aside, dtype: torch.dtype, halves: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, aside: Aside, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.aside, ctx.dtypes = aside, [tensor.dtype for tensor in tensors]
-        made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors[:halves]]
-        if made:
-            torch._foreach_copy_(made, list(tensors[:halves]))
-        return *made, *(tensor.view_as(tensor) for tensor in tensors[halves:])
+        ctx.aside = aside
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.aside.join()
-        found: list[Tensor | None] = list(grads)
-        cast = {
-            i: torch.empty_like(grad, dtype=dtype)
-            for i, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True))
-            if grad is not None and grad.dtype != dtype
-        }
-        if cast:
-            torch._foreach_copy_(
-                list(cast.values()), [grad for i, grad in enumerate(grads) if i in cast and grad is not None]
-            )
-        for i, grad in cast.items():
-            found[i] = grad
-        return None, None, None, *found
+        return None, *grads
 
 
 class _OneGradient(torch.autograd.Function):
@@ -162,21 +144,30 @@ class Lent:
     def __init__(self, module: nn.Module, like: Tensor, head: nn.Linear | None = None):
         self.aside: Aside | None = None
         self._made: dict[int, Tensor] = {}
+        self._rounded: dict[int, Tensor] = {}
         if _fused(like) is None:
             return
         self.aside = Aside()
         kinds = nn.Conv2d | nn.GroupNorm | nn.Embedding
         parts = [part for part in module.modules() if part is head or isinstance(part, kinds)]
-        weights = [part.weight for part in parts if isinstance(part, nn.Conv2d | nn.Linear)]
-        others = [p for part in parts for p in part.parameters() if not any(p is weight for weight in weights)]
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        lent = _Lend.apply(self.aside, *parameters)
+        self._made = {id(p): tensor for p, tensor in zip(parameters, lent, strict=True)}
         half = product_dtype(like)
-        halves = len(weights) if half != like.dtype else 0
-        made = _Lend.apply(self.aside, half, halves, *weights, *others)
-        self._made = {id(p): tensor for p, tensor in zip([*weights, *others], made, strict=True)}
+        if half != like.dtype:
+            weights = [part.weight for part in parts if isinstance(part, nn.Conv2d | nn.Linear)]
+            rounded = [torch.empty_like(weight, dtype=half) for weight in weights]
+            with torch.no_grad():
+                torch._foreach_copy_(rounded, weights)  # by one kernel
+            self._rounded = {id(weight): tensor for weight, tensor in zip(weights, rounded, strict=True)}
 
     def __call__(self, parameter: Tensor | None) -> Any:
         """What stands for a parameter."""
         return self._made.get(id(parameter), parameter)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The weights of a convolution in the precision of products; their gradient is that of what stands for them."""
+        return self._rounded.get(id(weight), weight)
 
     def both(self, bias: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """What stands for two biases of one map; only the first has a gradient to be computed."""
@@ -198,13 +189,14 @@ def convolved(
     if fused is None:
         made = conv(h)
         return made if skip is None else skip + made
-    weight = lent(conv.weight)
+    rounded = lent.rounded(conv.weight)
     added = bias if isinstance(bias, Tensor) else lent(conv.bias) if bias else None
     return fused.convolution(
-        h.to(weight.dtype),
-        weight,
+        h.to(rounded.dtype),
+        lent(conv.weight),
         added,
         skip,
+        rounded=rounded,
         stride=conv.stride[0],
         padding=conv.padding[0],
         aside=lent.aside,
@@ -216,9 +208,9 @@ def classified(head: nn.Linear, h: Float[Tensor, "B C H W"], lent: Lent) -> Floa
     fused = _fused(h)
     if fused is None:
         return head(as_rows(h))
-    weight = lent(head.weight)
-    tap = weight[:, :, None, None]
-    return as_rows(fused.convolution(h.to(weight.dtype), tap, lent(head.bias), padding=0, aside=lent.aside))
+    rounded, tap = (weight[:, :, None, None] for weight in (lent.rounded(head.weight), lent(head.weight)))
+    h = fused.convolution(h.to(rounded.dtype), tap, lent(head.bias), rounded=rounded, padding=0, aside=lent.aside)
+    return as_rows(h)
 
 
 def joined(
@@ -235,7 +227,7 @@ def joined(
 def embed(token: nn.Embedding, x: Int[Tensor, "B L"], lent: Lent) -> Float[Tensor, "B L C"]:
     """Embeddings of few symbols; on a GPU in the precision of convolutions."""
     fused = _fused(token.weight)
-    return token(x) if fused is None else fused.embed(x, lent(token.weight), product_dtype(token.weight), lent.aside)
+    return token(x) if fused is None else fused.embed(x, lent(token.weight), product_dtype(token.weight))
 
 
 def norm_silu(

@@ -25,7 +25,16 @@ def mask_tokens(
     Each token stays with probability keep = alpha_t / alpha_s and becomes the mask otherwise; a mask stays a mask.
     At keep = 0 all tokens are masked, at keep = 1 none is.
     """
-    u = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+    return _masked_where(
+        x, torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64), keep, mask_id
+    )
+
+
+@compiled
+def _masked_where(
+    x: Int[Tensor, "B L"], u: Float[Tensor, "B L"], keep: Float[Tensor, " B"], mask_id: int
+) -> Int[Tensor, "B L"]:
+    """The mask where u is not below keep."""
     return torch.where(u < keep.double()[:, None], x, mask_id)
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+_SIDES: dict[tuple[str, torch.device, int], torch.cuda.Stream] = {}
 
 
-def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream of a stream; always the same one, for streams come from a small pool.
+def _beside(stream: torch.cuda.Stream, use: str) -> torch.cuda.Stream:
+    """The stream beside a stream for a use; always the same one, for streams come from a small pool.
 
     Not one of each thread: PyTorch runs the backward passes of all threads in one thread of its own.
     """
-    key = stream.device, stream.cuda_stream
+    key = use, stream.device, stream.cuda_stream
     if key not in _SIDES:
         _SIDES[key] = torch.cuda.Stream(stream.device)
     return _SIDES[key]
@@ -54,7 +54,7 @@ class Aside:
             return function(*args, **more)
         self._held.append(args)
         current = torch.cuda.current_stream()
-        side = _beside(current)
+        side = _beside(current, "gradients")
         side.wait_stream(current)
         with torch.cuda.stream(side):
             result = function(*args, **more)
@@ -65,20 +65,21 @@ class Aside:
         """What follows waits for all calls."""
         if self._held:
             current = torch.cuda.current_stream()
-            current.wait_stream(_beside(current))
+            current.wait_stream(_beside(current, "gradients"))
         self._held.clear()
 
 
 def ahead(function: Callable[..., Tensor], *args: Tensor | None) -> Callable[[], Tensor]:
     """Call a function of tensors beside what follows; what is returned waits for its result, and gives it.
 
-    Its backward pass runs beside the rest, too: PyTorch gives each part of it the stream of its forward pass.
+    Its backward pass runs beside the rest, too: PyTorch gives each part of it the stream of its forward pass. That is
+    not the stream of `Aside`, where it would have to wait for the gradients of all other parameters.
     """
     if not any(isinstance(value, Tensor) and value.is_cuda for value in args):
         made = function(*args)
         return lambda: made
     current = torch.cuda.current_stream()
-    side = _beside(current)
+    side = _beside(current, "ahead")
     side.wait_stream(current)
     with torch.cuda.stream(side):
         result = function(*args)

@@ -471,18 +471,18 @@ def _embed_backward(
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, dtype: torch.dtype, aside: Aside):
+    def forward(ctx: Any, x: Tensor, table: Tensor, dtype: torch.dtype):
         x, table = x.contiguous(), table.contiguous()
         y = torch.empty(*x.shape, table.shape[1], dtype=dtype, device=x.device)
         _embed_forward[(triton.cdiv(y.numel(), 2048),)](x, table, y, y.numel(), C=table.shape[1], BLOCK=2048)
         ctx.save_for_backward(x)
-        ctx.size, ctx.aside = table.shape, aside
+        ctx.size = table.shape
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
         (x,) = ctx.saved_tensors
-        return None, ctx.aside(_sum_by_symbol, x, dy, *ctx.size), None, None
+        return None, _sum_by_symbol(x, dy, *ctx.size), None
 
 
 def _sum_by_symbol(x: Tensor, dy: Tensor, symbols: int, channels: int) -> Tensor:
@@ -495,9 +495,9 @@ def _sum_by_symbol(x: Tensor, dy: Tensor, symbols: int, channels: int) -> Tensor
     return partial.sum(0)
 
 
-def embed(x: Tensor, table: Tensor, dtype: torch.dtype, aside: Aside | None = None) -> Tensor:
+def embed(x: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """table[x], integers (*N) and a table (V, C) to (*N, C) in `dtype`; for few symbols, all of which are read back."""
-    return _Embed.apply(x, table, dtype, aside or _at_once)
+    return _Embed.apply(x, table, dtype)
 
 
 @triton.jit
@@ -553,9 +553,10 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        master: Tensor,
         bias: Tensor | None,
         skip: Tensor | None,
+        weight: Tensor,
         stride: int,
         padding: int,
         aside: Aside,
@@ -565,7 +566,7 @@ class _Convolution(torch.autograd.Function):
             skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
         ctx.own = 2 * padding + 1 == weight.shape[2] and convs.fits(x, weight, stride)
-        ctx.steps, ctx.aside = (stride, padding), aside
+        ctx.steps, ctx.aside, ctx.dtype = (stride, padding), aside, master.dtype
         if ctx.own:
             return convs.forward(x, weight, bias, skip, stride=stride)
         return _added(nnf.conv2d(x, weight, stride=stride, padding=padding), bias, skip)
@@ -582,22 +583,22 @@ class _Convolution(torch.autograd.Function):
             elif ctx.own and stride == 2 and weight.shape[2] == 3:
                 dx = convs.input_gradient(dy, weight)
             else:
-                dx = _gradient(0, x, dy, weight, *ctx.steps)
+                dx = _gradient(0, x.dtype, x, dy, weight, *ctx.steps)
         if ctx.needs_input_grad[1]:
             if ctx.own:
-                dw, dbias = ctx.aside(convs.weight_gradient, x, dy, weight.dtype, stride, weight.shape[2])
+                dw, dbias = ctx.aside(convs.weight_gradient, x, dy, ctx.dtype, stride, weight.shape[2])
             else:
-                dw = ctx.aside(_gradient, 1, x, dy, weight, *ctx.steps)
+                dw = ctx.aside(_gradient, 1, ctx.dtype, x, dy, weight, *ctx.steps)
         if ctx.needs_input_grad[2] and dbias is None:
             dbias = ctx.aside(_summed, dy)
         dbias = dbias if ctx.needs_input_grad[2] else None
-        return dx, dw, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None
+        return dx, dw, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None, None
 
 
-def _gradient(of: int, x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """The gradient of a convolution's input (0) or weights (1), by cuDNN."""
+def _gradient(of: int, dtype: torch.dtype, x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """The gradient of a convolution's input (0) or weights (1), by cuDNN, in `dtype`."""
     mask, steps = [of == 0, of == 1, False], ([stride] * 2, [padding] * 2, [1, 1])
-    return torch.ops.aten.convolution_backward(dy, x, weight, None, *steps, False, [0, 0], 1, mask)[of]
+    return torch.ops.aten.convolution_backward(dy, x, weight, None, *steps, False, [0, 0], 1, mask)[of].to(dtype)
 
 
 def convolution(
@@ -606,6 +607,7 @@ def convolution(
     bias: Tensor | None = None,
     skip: Tensor | None = None,
     *,
+    rounded: Tensor | None = None,
     stride: int = 1,
     padding: int = 1,
     aside: Aside | None = None,
@@ -619,9 +621,12 @@ def convolution(
         weight: Its weights.
         bias: (O,) in single precision.
         skip: (B, O, H', W').
+        rounded: The weights in the precision of x, where `weight` has another: it then only gets the gradient, in its
+            own precision and without a rounding in between.
         stride: Distance between the positions of the result.
         padding: Zeros on each side.
         aside: Where the gradients of weights and bias are computed.
     """
     with torch.autocast(x.device.type, enabled=False):
-        return _Convolution.apply(x, weight, bias, skip, stride, padding, aside or _at_once)
+        used = weight.detach() if rounded is None else rounded
+        return _Convolution.apply(x, weight, bias, skip, used, stride, padding, aside or _at_once)

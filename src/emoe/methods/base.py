@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import dropout_from
+from emoe.compiled import compiled
 from emoe.config import Config, ConfigError, Family, option
 from emoe.diffusion.chunks import masked_total_and_target
 from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, start_rows, subs
@@ -180,6 +181,23 @@ def log_token_of(out: Predicted | Inference | Weighed, x0: Int[Tensor, "N L"]) -
     return log_chosen(out.log_x_theta, x0)
 
 
+@compiled
+def _row_losses(
+    log_token: Float[Tensor, "B L"], weight: Float[Tensor, " B"], kl: Float[Tensor, " B"], kl_weight: Tensor
+) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """w(t) * masked NLL + weight * KL of each row, and the first of the two."""
+    recon = weight * -log_token.sum(-1)
+    return recon + kl_weight * kl, recon
+
+
+@compiled
+def _per_token(
+    loss: Float[Tensor, " B"], recon: Float[Tensor, " B"], kl: Float[Tensor, " B"], length: int
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
+    """Means over rows, divided by L."""
+    return loss.mean() / length, recon.mean() / length, kl.mean() / length
+
+
 class MaskedDiffusion(Method):
     """Masked diffusion whose reverse step is a mixture of factorised steps (Eq. 4-6, Algo. 1-2).
 
@@ -300,9 +318,8 @@ class MaskedDiffusion(Method):
         xt = mask_tokens(x0, self.config.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
             out = self.objective(x0, xt, t, knobs, rng, steps)
-        length = self.space.length
-        total = out.loss.mean() / length
-        log = {"recon": out.recon.mean() / length, "kl": out.kl.mean() / length, **out.log}
+        total, recon, kl = _per_token(out.loss, out.recon, out.kl, self.space.length)
+        log = {"recon": recon, "kl": kl, **out.log}
         if out.aux is not None:
             log["aux"] = out.aux
             total = total + out.aux
@@ -322,9 +339,10 @@ class MaskedDiffusion(Method):
         A method whose gradient takes more than that (several draws, score functions) overrides it.
         """
         out = self.infer(x0, xt, self.told(t, steps), knobs, rng)
-        recon = self.recon_weight(t, steps) * -log_token_of(out, x0).sum(-1)
         kl = out.kl if out.train_kl is None else out.train_kl
-        return Objective(recon + self.kl_weight_of(t, steps, knobs) * kl, recon, out.kl, out.aux, out.log)
+        weights = self.recon_weight(t, steps), self.kl_weight_of(t, steps, knobs)
+        loss, recon = _row_losses(log_token_of(out, x0), weights[0], kl, weights[1])
+        return Objective(loss, recon, out.kl, out.aux, out.log)
 
     @torch.no_grad()
     def nll_bound(self, x0: Int[Tensor, "B L"], convention: Convention, rng: Rng) -> Float[Tensor, " B"]:
