@@ -38,6 +38,7 @@ from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
+from emoe.pretrained import release
 from emoe.recipes import _RECIPES, all_recipes
 from emoe.rng import Rng, derive_seed
 from emoe.runs import load_run
@@ -289,6 +290,35 @@ def test_an_unfinished_run_is_measured_on_request_and_called_so(tmp_path, capsys
     results = Results.load(tmp_path / "results/digits.json")
     assert len({row.recipe for row in results.select(method="mdlm")}) == 2  # the early numbers stay in the file
     assert ", step 2" not in (tmp_path / "results/digits.md").read_text()
+
+
+def test_released_weights_stand_in_for_a_run_on_request(finished, tmp_path, monkeypatch, capsys):
+    (run,) = (finished.folder / "runs").glob("digits-emoe-*")
+    release(run, tmp_path / "weights", precision="bf16")
+    monkeypatch.setenv("EMOE_WEIGHTS", str(tmp_path / "weights"))
+    assert study(tmp_path, "--methods emoe,mdlm --only score") == 0
+    assert not (tmp_path / "results/digits.json").exists()  # only on request
+    assert study(tmp_path, "--methods emoe,mdlm --only score --released") == 0
+    capsys.readouterr()
+    mine, theirs = (Results.load(place / "results/digits.json") for place in (tmp_path, finished.folder))
+    assert {row.method for row in mine.select(task="digits")} == {"emoe", "data"}
+    first, second = (
+        {(row.metric, row.nfe, row.convention): row.value for row in found.select(method="emoe", task="digits")}
+        for found in (mine, theirs)
+    )
+    assert first.keys() == second.keys()
+    key = ("bpd", None, "bound@1")
+    assert first[key] != second[key] and first[key] == pytest.approx(second[key], rel=0.01)  # rounded to 8 bits
+    assert study(tmp_path, "--methods emoe --only draw --released") == 0
+    assert {path.name for path in (tmp_path / "results/figures").iterdir()} >= {"digits-samples.png", "digits-film.gif"}
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits-emoe-released"]  # the samples shown
+    # Of another seed, or with a changed recipe, it is not the run that was asked for.
+    for words in ("--seeds 1", "--method.route-tau 0.5"):
+        assert study(tmp_path / "other", f"--methods emoe --only score --released {words}") == 0
+    assert not (tmp_path / "other/results/digits.json").exists()
+    # Nothing is trained in their place.
+    assert study(tmp_path, "--methods emoe --released") == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits-emoe-released"]
 
 
 def test_a_folder_that_is_copied_here_later_enters_the_figures(finished, tmp_path):

@@ -35,7 +35,16 @@ from emoe.methods.base import Method
 from emoe.runs import OpenedRun, Weights, load_run, pick_device
 from emoe.types import TokenSpace
 
-__all__ = ["PretrainedRun", "Release", "find", "from_pretrained", "release", "release_command", "released"]
+__all__ = [
+    "PretrainedRun",
+    "Release",
+    "experiment_of",
+    "find",
+    "from_pretrained",
+    "release",
+    "release_command",
+    "released",
+]
 
 Precision = Literal["fp16", "bf16"]
 
@@ -158,18 +167,28 @@ def from_pretrained(
         held, step, licence = str(content["weights"]), int(content["step"]), str(content["licence"])
         space = TokenSpace(**content["space"])
         size, digest = int(content["file"]["size"]), str(content["file"]["sha256"])
-        title, tree = str(content["name"]), content["experiment"]
+        title = str(content["name"])
     if weights not in ("auto", held):
         raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {held}"])
-    try:
-        experiment = from_dict(Experiment, tree)
-    except ConfigError as error:
-        raise ConfigError([f"{path / CONFIG}: {line}" for line in error.problems]) from None
-    experiment = customise(experiment, settings or {})
+    experiment = customise(_experiment(content, path), settings or {})
     tensors = _read_tensors(path / MODEL, size, digest)
     method = experiment.build_method(space)
     _fill(method, tensors, path / MODEL)
     return PretrainedRun(path, title, experiment, method.to(where).eval(), step, licence, domain)
+
+
+def experiment_of(path: Path) -> Experiment:
+    """What a release was trained as; the weights are not read."""
+    return _experiment(_read_config(path), path)
+
+
+def _experiment(content: Mapping[str, Any], path: Path) -> Experiment:
+    with _parsing(path / CONFIG):
+        tree = content["experiment"]
+    try:
+        return from_dict(Experiment, tree)
+    except ConfigError as error:
+        raise ConfigError([f"{path / CONFIG}: {line}" for line in error.problems]) from None
 
 
 def release(

@@ -149,6 +149,23 @@ def test_judge_comes_back_from_memory_and_from_its_file(small: Digits, monkeypat
         judge_for(Digits("digits", small.rows, small.test_rows, (small.labels + 1) % 10, small.test_labels), "cpu")
 
 
+def test_a_judge_of_the_package_comes_first(small: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = train_judge(small.rows, small.labels, 8, seed=1)
+    key = judge_key(small.rows, small.labels, 8)
+    made = judge_for(small, "cpu")  # and is in the cache
+    assert save_judge(other, tmp_path / f"{key}.safetensors", key)
+    monkeypatch.setattr(judges, "PACKAGED", tmp_path)
+    judges._judges.clear()
+    found = judge_for(small, "cpu").features(small.test_rows)
+    assert torch.equal(found, other.features(small.test_rows))
+    assert not torch.equal(found, made.features(small.test_rows))
+
+
+def test_judges_of_the_package_are_whole() -> None:
+    files = list(judges.PACKAGED.glob("*.safetensors"))
+    assert files and all(load_judge(file, file.stem, 32) is not None for file in files)
+
+
 @pytest.mark.parametrize("damage", ["empty", "garbage", "cut", "flipped", "other judge", "other side", "folder"])
 def test_bad_cache_files_are_ignored_and_made_anew(small: Digits, damage: str) -> None:
     made = judge_for(small, "cpu")

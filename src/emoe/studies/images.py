@@ -52,6 +52,7 @@ from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import console_table, print_grid
 from emoe.experiment import Experiment, customise
 from emoe.methods.emoe import EMoE
+from emoe.pretrained import experiment_of, from_pretrained, released
 from emoe.progress import meter, watched
 from emoe.recipes import all_recipes, get_recipe
 from emoe.rng import Rng, derive_seed
@@ -95,6 +96,7 @@ def main(words: list[str], data: str = "mnist") -> int:
         rows=parse_number("rows", args.rows, high=10_000_000),
         weighted_rows=parse_number("iw-rows", args.iw_rows, high=10_000_000),
         unfinished=args.unfinished,
+        released=args.released,
     )
     names = parse_names("methods", args.methods, recipes_of(data))
     seeds = parse_seeds(args.seeds)
@@ -139,6 +141,10 @@ def make_parser(data: str) -> Parser:
     parser.add_argument(
         "--unfinished", action="store_true", help="measure and show runs as far as they are; tables tell the step"
     )
+    parser.add_argument(
+        "--released", action="store_true",
+        help="measure and show released weights where there is no run of a recipe: nothing is trained",
+    )  # fmt: skip
     if data == "mnist":
         parser.add_argument("--data-root", help="folder with MNIST's files; default: EMOE_DATA, then ./data")
     add = parser.add_argument
@@ -208,6 +214,7 @@ class Plan:
     rows: int  # test images for likelihoods
     weighted_rows: int  # and for importance-weighted ones
     unfinished: bool = False  # runs that are still in training, too
+    released: bool = False  # released weights where there is no run
 
     def steps(self, experiment: Experiment) -> tuple[int, ...]:
         """Numbers of network calls that samples are drawn with."""
@@ -319,7 +326,7 @@ class Chain:
 
     def train(self, experiments: Sequence[Experiment]) -> None:
         """Train what is not trained; a run that was begun is continued."""
-        left = [one for one in experiments if not self._trained(one)]
+        left = [one for one in experiments if not (self._trained(one) or self._release(one))]
         self.study.note(f"{len(experiments)} runs, {len(experiments) - len(left)} of them trained before")
         if left:
             self.study.run(left)
@@ -421,7 +428,7 @@ class Chain:
 
     def _kept(self, experiment: Experiment) -> dict[str, UInt8[np.ndarray, "n S S"]]:
         """Column -> the first images of a run at each NFE, and real ones; drawn once and kept in the run folder."""
-        folder = self.study.folder / run_name(experiment)
+        folder = self._place(experiment)
         wanted = {"real data": None} | {f"NFE {nfe}": nfe for nfe in self.plan.steps(experiment)}
         path, found = folder / KEPT, {}
         if not _stale(path, [self._checkpoints(experiment)]):
@@ -449,6 +456,7 @@ class Chain:
                     found[name] = pack_rows(rows)
             file = io.BytesIO()
             np.savez_compressed(file, **found)
+            folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, file.getvalue())
         return {name: as_images(unpack_rows(found[name])) for name in wanted}
 
@@ -470,23 +478,41 @@ class Chain:
 
             judge_for(domain, "cuda" if torch.cuda.is_available() else "cpu", on_progress=show_step)
 
+    def _reached(self, experiment: Experiment) -> int:
+        """Steps of the run, if it has begun."""
+        return steps_done(self.study.folder / run_name(experiment))
+
     def _trained(self, experiment: Experiment) -> bool:
-        return steps_done(self.study.folder / run_name(experiment)) >= experiment.train.steps
+        return self._reached(experiment) >= experiment.train.steps
+
+    def _release(self, experiment: Experiment) -> Path | None:
+        """Released weights that are to stand in for a run which has not begun: of its recipe, unchanged, and seed."""
+        if not self.plan.released or self._reached(experiment):
+            return None
+        path = released().get(experiment.name)
+        if path is None:
+            return None
+        held = experiment_of(path)
+        return path if (held.name, held.seed) == (experiment.name, experiment.seed) else None
 
     def _ready(self, experiment: Experiment) -> bool:
-        """Whether a run can be measured: it is trained, or begun and wanted as it is."""
-        begun = steps_done(self.study.folder / run_name(experiment)) > 0
-        return self._trained(experiment) or (self.plan.unfinished and begun)
+        """Whether a run can be measured: it is trained, begun and wanted as it is, or stood in for."""
+        begun = self.plan.unfinished and self._reached(experiment) > 0
+        return self._trained(experiment) or begun or self._release(experiment) is not None
 
     def _named(self, experiment: Experiment) -> Experiment:
         """The experiment as its rows call it: with the step that it has reached, as long as that is not its last."""
-        if self._trained(experiment):
+        if self._trained(experiment) or self._release(experiment):
             return experiment
-        reached = steps_done(self.study.folder / run_name(experiment))
-        return dataclasses.replace(experiment, name=f"{experiment.name} {REACHED}={reached}")
+        return dataclasses.replace(experiment, name=f"{experiment.name} {REACHED}={self._reached(experiment)}")
 
     def _checkpoints(self, experiment: Experiment) -> Path:
-        return self.study.folder / run_name(experiment) / "checkpoints"
+        return self._release(experiment) or self.study.folder / run_name(experiment) / "checkpoints"
+
+    def _place(self, experiment: Experiment) -> Path:
+        """Where what belongs to a run is kept; a release may lie in an installed package."""
+        name = f"{experiment.name}-released" if self._release(experiment) else run_name(experiment)
+        return self.study.folder / name
 
     def _domain(self, experiment: Experiment) -> Images:
         if experiment.domain not in self.domains:
@@ -497,8 +523,11 @@ class Chain:
         return self.domains[experiment.domain]
 
     def _open(self, experiment: Experiment) -> Run:
-        folder = self.study.folder / run_name(experiment)
-        return load_run(folder, device=str(self.study.device), domain=self._domain(experiment))
+        device, domain = str(self.study.device), self._domain(experiment)
+        release = self._release(experiment)
+        if release is not None:
+            return from_pretrained(release, device, domain=domain)
+        return load_run(self.study.folder / run_name(experiment), device=device, domain=domain)
 
     def _is_late(self) -> bool:
         return self.study.deadline is not None and time.monotonic() >= self.study.deadline

@@ -3,8 +3,8 @@
 It is trained on the binary training rows and their labels by a fixed recipe: orders, shifts, dropout and initial
 weights come from one generator on the CPU, whatever the device, and never from the global state. Two trainings with
 one seed on one CPU give equal weights; on another device they differ by rounding, which training magnifies, so a
-judge is kept in a file once it is made. Numbers of different judges are close but not the same: compare
-only what one judge has measured.
+judge is kept in a file once it is made, and that of MNIST comes with the package. Numbers of different judges are close
+but not the same: compare only what one judge has measured.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ SHIFTED = 0.3  # share of rows that are moved by up to a pixel each way
 FINE = 8  # up to this side pictures are halved once only: a quarter of 8 pixels leaves nothing of a digit's place
 # Part of the names of cached files; the first number goes up whenever the code below changes what is trained.
 RECIPE = f"1 {CHANNELS} {FEATURES} {SPREAD} {BATCH} {SEEN} {EPOCHS} {PEAK} {DECAY} {DROPOUT} {SHIFTED} {FINE}"
+
+PACKAGED = Path(__file__).with_name("judges")  # one judge for everyone, where the data are everyone's
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -220,7 +222,7 @@ _judges: dict[tuple[str, str], Judge] = {}
 
 
 def judge_for(domain: Pictures, device: torch.device | str = "cpu", *, on_progress: Progress | None = None) -> Judge:
-    """The judge of a domain's training rows: from this process, else from the cache folder, else trained now.
+    """The judge of a domain's training rows: from this process, the package, the cache folder, or trained now.
 
     Files lie in `$EMOE_CACHE/judges`, by default `~/.cache/emoe/judges`, and are named by a hash of rows, labels and
     recipe. One that cannot be read or does not fit is ignored and written anew; a folder that cannot be written to
@@ -234,7 +236,8 @@ def judge_for(domain: Pictures, device: torch.device | str = "cpu", *, on_progre
     key = judge_key(domain.rows, domain.labels, domain.side)
     place = (key, str(torch.device(device)))
     if place not in _judges:
-        judge = load_judge(cache_file(key), key, domain.side)
+        judge = load_judge(PACKAGED / f"{key}.safetensors", key, domain.side)
+        judge = judge or load_judge(cache_file(key), key, domain.side)
         if judge is None:
             judge = train_judge(domain.rows, domain.labels, domain.side, device=device, on_progress=on_progress)
             save_judge(judge, cache_file(key), key)
