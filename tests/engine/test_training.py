@@ -101,11 +101,18 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
     module = Line(loss=dict.fromkeys(range(first, 100), math.nan))
     with pytest.raises(NumericFailure, match=f"the last {MAX_SKIPPED_IN_ROW} steps") as caught:
         run_line(module, tmp_path, 100)
-    assert caught.value.exit_code == 4
+    assert caught.value.exit_code == 4 and str(caught.value).endswith("where it began.")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == first + MAX_SKIPPED_IN_ROW
     assert torch.equal(module.weight, module.before[first])  # those of the last good step
     saved = checkpoint.load_latest(tmp_path / "checkpoints")
     assert saved is not None and torch.equal(saved.tensors["model"]["weight"], module.before[first])
+
+
+def test_a_module_that_refuses_steps_itself_is_heard(tmp_path: Path) -> None:
+    module = Line(loss=dict.fromkeys(range(100), math.nan))
+    module.refusals = lambda: "Raise the share."
+    with pytest.raises(NumericFailure, match=r"where it began\. Raise the share\.$"):
+        run_line(module, tmp_path, 100)
 
 
 def test_as_many_apart_do_not(tmp_path: Path) -> None:

@@ -200,6 +200,8 @@ def test_training_makes_a_share_of_the_logits_and_the_same_step(
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-10, atol=1e-12))
     narrow = scramble(SHARED[name](head_chunk=1_000, head_share=0.1).build(SPACE, network).double(), 3).train()
+    assert "more than 0.1 of" in narrow.refusals() and "raise method.head_share" in narrow.refusals()
+    assert SHARED[name](head_chunk=1_000).build(SPACE, network).refusals() is None
     knobs = {key: torch.tensor(ramp(3, 10), dtype=torch.float64) for key, ramp in narrow.ramps.items()}
     assert narrow(rows(16), knobs, Rng(1).at(2)).total.isnan()
 

@@ -273,7 +273,9 @@ def _record(stepper: Stepper, step: int) -> dict[str, Any]:
 def _check_finite(stepper: Stepper, step: int) -> None:
     in_row = int(stepper.optimizer.skipped_in_row.item())
     if in_row >= MAX_SKIPPED_IN_ROW:
-        raise NumericFailure(
-            f"step {step}: the last {in_row} steps had a loss or gradient that is not finite and were skipped. "
-            "Lower optim.lr, set optim.clip, or look at metrics.jsonl for where it began."
-        )
+        told = [
+            f"step {step}: the last {in_row} steps had a loss or gradient that is not finite and were skipped.",
+            "Lower optim.lr, set optim.clip, or look at metrics.jsonl for where it began.",
+            refusals() if (refusals := getattr(stepper.module, "refusals", None)) else None,
+        ]
+        raise NumericFailure(" ".join(line for line in told if line))

@@ -94,6 +94,13 @@ class Method(nn.Module, ABC):
         share = config.head_share if self.training else 1.0
         return masked_total_and_target(h, *self.backbone.head_weights(), x0, masked, share, config.head_chunk)
 
+    def refusals(self) -> str | None:
+        """Which steps the method itself refuses, by a loss that is not finite, with what to change; None if none."""
+        share = getattr(self.config, "head_share", 1.0)
+        if share == 1:
+            return None
+        return f"Batches with more than {share:g} of their positions masked are refused, too: raise method.head_share."
+
     def health(self, log: Mapping[str, Any]) -> str | None:
         """What ails the method by the numbers of one log line, with what to try; None if nothing does."""
         return None
