@@ -6,7 +6,7 @@
 //
 // A block keeps the weights for 72 channels of the result (blockIdx.y says which) in shared memory, and goes from band
 // to band: ROWS lines of an image, with a border of zeros. While a band is computed the next one is copied; during the
-// first one the weights arrive, tap by tap, all asked for at the start. A tap is an offset into the band, which is read once from global memory for
+// first one the weights arrive, tap by tap. A tap is an offset into the band, which is read once from global memory for
 // all nine of them. The 72 channels of a tap are four products of 16 and a half; the halves of two taps make one.
 //
 // `all` is the number of bands. Given when this is compiled:
@@ -18,7 +18,7 @@
 constexpr int THREADS = 128 * GROUPS;
 #include "lines.cuh"
 
-constexpr int POSITIONS = ROWS * W;
+constexpr int POSITIONS = ROWS * W, AHEAD = 3;                                      // taps whose weights are under way
 constexpr int TAP = EIGHTS * GROUP, WEIGHTS = 9 * TAP, BAND = (ROWS + 2) * LINE;  // bytes
 static_assert(POSITIONS == 64 * TILES * GROUPS && H % ROWS == 0 && OUTPUTS % CHANNELS == 0, "shares");
 
@@ -57,7 +57,7 @@ conv3x3(const half_bits* __restrict__ x, const half_bits* __restrict__ weight, c
     }
     __syncthreads();
     fetch(0, blockIdx.x);
-    for (int tap = 0; tap < 9; ++tap) {
+    for (int tap = 0; tap < AHEAD; ++tap) {
         copy_weights(weights, weight, first, tap);
         end_copies();
     }
@@ -98,7 +98,9 @@ conv3x3(const half_bits* __restrict__ x, const half_bits* __restrict__ weight, c
 #pragma unroll 1
         for (int tap = 0; tap < 9; ++tap) {
             if (count == 0) {
-                wait_copies_but(8 - tap);
+                if (tap + AHEAD < 9) copy_weights(weights, weight, first, tap + AHEAD);
+                end_copies();
+                wait_copies<AHEAD>();
                 show();
                 __syncthreads();  // the weights of this tap are there for all
             }

@@ -135,21 +135,6 @@ __device__ __forceinline__ float inverse(float x) {
 }
 #endif
 
-// Copies of a thread, all but the last `left` groups, of at most nine.
-__device__ __forceinline__ void wait_copies_but(int left) {
-    switch (left) {
-        case 8: return wait_copies<8>();
-        case 7: return wait_copies<7>();
-        case 6: return wait_copies<6>();
-        case 5: return wait_copies<5>();
-        case 4: return wait_copies<4>();
-        case 3: return wait_copies<3>();
-        case 2: return wait_copies<2>();
-        case 1: return wait_copies<1>();
-        default: return wait_copies<0>();
-    }
-}
-
 // Zeros into 16 bytes of shared memory.
 __device__ __forceinline__ void clear16(unsigned char* at) { *(uint4*)at = uint4{0, 0, 0, 0}; }
 
