@@ -85,7 +85,11 @@ def blocks(text: str) -> dict[str, str]:
 
 def stale_blocks(text: str, results_dir: str | Path) -> list[str]:
     """Names of the blocks that differ from what the results say."""
-    now, then = blocks(render(text, results_dir)), blocks(text)
+    return _changed(text, render(text, results_dir))
+
+
+def _changed(text: str, fresh: str) -> list[str]:
+    now, then = blocks(fresh), blocks(text)
     return [name for name in now if now[name] != then.get(name)]
 
 
@@ -105,11 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in markdown_files(options.root):
         try:
             text = path.read_text(encoding="utf-8")
-            names = stale_blocks(text, options.root / "results")
             fresh = render(text, options.root / "results")
         except (OSError, BlockError, ResultsError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 2
+        names = _changed(text, fresh)
         stale += len(names)
         for name in names:
             print(f"{path}: {name} {'is out of date' if options.check else 'updated'}")

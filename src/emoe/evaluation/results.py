@@ -11,8 +11,9 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from emoe.evaluation.machine import describe_machine as describe_machine
 
 T = TypeVar("T")
 IDENTITY = ("task", "data", "method", "recipe", "seed", "nfe", "metric", "convention")
+_identity: Callable[[object], tuple[Any, ...]] = operator.attrgetter(*IDENTITY)
 
 
 class ResultsError(ValueError):
@@ -89,7 +91,7 @@ class Row:
     @property
     def identity(self) -> tuple[Any, ...]:
         """What a newer row must agree in to replace this one."""
-        return tuple(getattr(self, key) for key in IDENTITY)
+        return _identity(self)
 
 
 class SeedMean(NamedTuple):
@@ -158,12 +160,16 @@ class Results:
     def __init__(self) -> None:
         self.runs: dict[str, RunInfo] = {}
         self._rows: dict[tuple[Any, ...], Row] = {}
+        self._sorted: list[Row] | None = None  # tables ask many times
 
     @property
     def rows(self) -> list[Row]:
         """All rows in the order in which they are saved."""
-        # None sorts before any value, and numbers sort as numbers.
-        return sorted(self._rows.values(), key=lambda row: [(v is not None, v or 0) for v in row.identity])
+        if self._sorted is None:
+            # None sorts before any value, and numbers sort as numbers.
+            order = sorted(self._rows, key=lambda identity: [(v is not None, v or 0) for v in identity])
+            self._sorted = [self._rows[identity] for identity in order]
+        return list(self._sorted)
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
@@ -210,6 +216,7 @@ class Results:
             mine = self._rows.get(identity)
             if mine is None or runs[mine.run].when <= runs[row.run].when:
                 self._rows[identity] = row
+        self._sorted = None
         used = {row.run for row in self._rows.values()}
         self.runs = {name: runs[name] for name in sorted(used)}
         return self
@@ -226,15 +233,18 @@ class Results:
         if unknown:
             raise ResultsError(f"no such field of a row: {', '.join(sorted(unknown))}")
         wanted = {k: v if isinstance(v, list | tuple | set | frozenset) else (v,) for k, v in filters.items()}
-        return [row for row in self.rows if all(getattr(row, key) in values for key, values in wanted.items())]
+        rows = self.rows
+        for key, values in wanted.items():
+            rows = [row for row in rows if getattr(row, key) in values]
+        return rows
 
     def only(self, **filters: Any) -> Results:
         """The part of these results that fits all filters (see `select`)."""
         part = Results()
-        part._rows = {row.identity: row for row in self.select(**filters)}
-        part.runs = {
-            name: run for name, run in self.runs.items() if any(row.run == name for row in part._rows.values())
-        }
+        part._sorted = self.select(**filters)
+        part._rows = {row.identity: row for row in part._sorted}
+        used = {row.run for row in part._sorted}
+        part.runs = {name: run for name, run in self.runs.items() if name in used}
         return part
 
     def mean_over_seeds(self, **filters: Any) -> SeedMean | None:
