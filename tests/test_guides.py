@@ -33,6 +33,7 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 SMALLER = (
     (re.compile(r"(train\.steps\W+)\d+"), r"\g<1>6"),
     (re.compile(r"(samples[ =]+)[\d_]+"), r"\g<1>200"),
+    (re.compile(r"^(\./run emoe eval)", re.MULTILINE), r"\g<1> --rows 100"),
 )
 
 
