@@ -12,6 +12,7 @@ from enumeration import Enumeration
 from torch import Tensor
 
 from emoe.cli import main
+from emoe.exact import chain_law
 from emoe.methods.emoe import EMoE, EMoEConfig
 from emoe.types import Weighed
 from emoe.verify import (
@@ -265,6 +266,16 @@ def test_a_model_with_other_options_is_verified_and_named(tiny) -> None:
     mixed = tiny(EMoEConfig(experts=2, estimator="leave-one-out", draws=2), mask_id=2)
     names = [check.name for check in gradient_checks(mixed, ROWS[:1], 0)]
     assert names == [f"leave-one-out, 2 draws: gradient, relax_tau {tau}" for tau in ("1", "0.1")]
+
+
+def test_rows_whose_routes_are_averaged(tiny) -> None:
+    """With one token of two masked there is no latent: the sampler follows the law, and bounds are bounds of it."""
+    plain, method = (tiny(EMoEConfig(experts=2, mean_below=share), mask_id=2) for share in (0.0, 0.5))
+    checks = list(verify(method, ROWS, steps=(1, 2)))
+    assert [check for check in checks if not check.passed] == []
+    assert checks[-1].seen == "skipped: mean_below leaves some rows no routes to enumerate"
+    one, two = (chain_law(each, 2) for each in (plain, method))
+    assert (one - two).abs().max() > 1e-3 and torch.equal(chain_law(plain, 1), chain_law(method, 1))
 
 
 def test_what_cannot_be_compared_says_why(tiny) -> None:

@@ -26,7 +26,7 @@ from emoe.methods.base import MaskedDiffusion
 from emoe.methods.emoe import EMoE
 from emoe.methods.mdlm import MDLM
 from emoe.methods.vadd import VADD
-from emoe.rng import derive_seed
+from emoe.rng import Rng, derive_seed
 from emoe.types import Gate
 
 BUDGET = 200_000  # most components times rows of one call of `step_law`
@@ -99,8 +99,17 @@ def _emoe(method: EMoE, xt: Tensor, t: float, *, steps: int | None = None, budge
         return sum(chosen, token.new_zeros(len(x))), subs(token.log(), x, method.space.mask_id)
 
     every = torch.cartesian_prod(torch.arange(len(xt), device=xt.device), torch.arange(count, device=xt.device))
-    log_weight, log_token = zip(*(part(*pairs.unbind(1)) for pairs in every.split(_chunk(xt))), strict=True)
-    return Mixture(torch.cat(log_weight).view(len(xt), count), torch.cat(log_token).unflatten(0, (len(xt), count)))
+    parts = zip(*(part(*pairs.unbind(1)) for pairs in every.split(_chunk(xt))), strict=True)
+    log_weight, log_token = (torch.cat(values).unflatten(0, (len(xt), count)) for values in parts)
+    coded = method.coded(xt)
+    if not coded.all():  # rows whose routes are averaged: a mixture of one part
+        whole = Rng(0, device=xt.device)  # nothing is drawn for them
+        told = _told(method, xt, t, steps)
+        token = subs(method.backbone(xt, told, **method.prior(xt, whole)).logits.double(), xt, method.space.mask_id)
+        alone = torch.arange(count, device=xt.device) == 0
+        log_weight = torch.where(coded[:, None], log_weight, torch.where(alone, 0.0, -math.inf))
+        log_token = torch.where(coded[:, None, None, None], log_token, token[:, None])
+    return Mixture(log_weight, log_token)
 
 
 @step_law.register

@@ -54,12 +54,14 @@ class Gate:
     weights. `keep_from` tells the backbone to drop the batch rows before it: a paired route drops the clean half
     once its last router has spoken, since nothing downstream reads it. `draws` = K says that the gate holds K choices
     for each row that the router read and `keep_from` keeps, one after the other; rows are repeated from here on.
+    `mixed` says that the weights are meant as they are: all experts with a weight run, and what they give is added up.
     """
 
     expert: Int[Tensor, "B P k"]
     weight: Float[Tensor, "B P k"]
     keep_from: int = 0
     draws: int = 1
+    mixed: bool = False
 
 
 Route = Callable[[int, Float[Tensor, "B P E"]], Gate]

@@ -156,6 +156,8 @@ def gradient_checks(method: EMoE, rows: Int[Tensor, "n L"], seed: int) -> Iterat
     why = why if routers else "no parameter is a router's"
     if config.estimator == "vimco" and not why and (every := all_routes(method)) > MOST_ROUTES:
         why = f"the bound of {config.draws} draws needs a table of {every:,} routes"
+    if config.mean_below:
+        why = "mean_below leaves some rows no routes to enumerate"
     if config.free_nats:
         why = "free_nats counts the KL by what the whole batch spends"
     for tau in TEMPERATURES if config.gradient != "none" else (None,):
@@ -366,7 +368,7 @@ def exact_terms(
 def enumerate_routes(method: EMoE, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]) -> Routes:
     """Run both passes along every route of all blocks but the last, R = E^(L (D - 1)) of them for each row.
 
-    Options count as in training: `carriers`, `last_block`, `kl_positions`, `mask_aware`; not `free_nats`.
+    Options count as in training: `carriers`, `last_block`, `kl_positions`, `mask_aware`; not `free_nats`, `mean_below`.
     """
     batch, length = x0.shape
     config, blocks = method.config, method.backbone.routed_blocks - 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from emoe.backbones.layers import Router
 from emoe.config import ConfigError
 from emoe.diffusion.categorical import gumbel
-from emoe.diffusion.masking import masked_nll
+from emoe.diffusion.masking import masked_nll, subs
 from emoe.exact import chain_law
 from emoe.methods.emoe import EMoE, EMoEConfig
 from emoe.ramps import Constant
@@ -525,6 +525,42 @@ def test_carriers_are_a_partition_of_the_positions():
     mixed = carried(post, prior, 1, 2)
     assert torch.equal(mixed[:, 1::2], post[:, 1::2]) and torch.equal(mixed[:, ::2], prior[:, ::2])
     assert torch.equal(carried(post, prior, 1, None), post) and torch.equal(carried(post, prior, 2, 2), prior)
+    some = carried(post.repeat_interleave(3, 0), prior.repeat_interleave(3, 0), 1, None, torch.tensor([True, False]))
+    assert torch.equal(some[:3], post[:1].expand(3, -1, -1)) and torch.equal(some[3:], prior[1:].expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_rows_with_few_masks_run_the_mean_of_all_experts(tiny, draws: int):
+    """Above `mean_below` nothing changes; at or below it experts are weighed by the router of xt, and the KL is 0."""
+    plain, method = (tiny(EMoEConfig(experts=3, draws=draws, mean_below=share)) for share in (0.0, 0.5))
+    x0, xt, t = batch_of(Enumeration(plain))
+    coded = (xt == 1).double().mean(1) > 0.5
+    assert coded.any() and not coded.all()
+    mine, theirs = (one.objective(x0, xt, t, KNOBS, Rng(3)) for one in (method, plain))
+    assert (mine.kl[~coded].abs() < 1e-12).all() and (theirs.kl > 1e-3)[(xt == 1).any(1)].all()
+    for a, b in ((mine.kl, theirs.kl), (mine.recon, theirs.recon)):
+        assert torch.allclose(a[coded], b[coded], atol=1e-12)
+
+    def by_hand(block: int, logits: Tensor) -> Gate:
+        """A loop over experts."""
+        probability = torch.softmax(logits, -1)
+        return Gate(torch.arange(3).expand(*logits.shape[:2], 3), probability, mixed=True)
+
+    mean = subs(plain.backbone(xt, t, route=by_hand).logits, xt, 1)
+    layer = next(part for part in plain.modules() if isinstance(part, RoutedExperts))
+    x = randn(2, 4, layer.w_in.shape[1], seed=1)
+    weight = torch.softmax(randn(2, 4, 3, seed=2), -1)
+    each = [layer(x, Gate(torch.full((2, 4, 1), e), torch.ones(2, 4, 1).double())) for e in range(3)]
+    mix = layer(x, Gate(torch.arange(3).expand(2, 4, 3), weight, mixed=True))
+    assert torch.allclose(mix, sum(weight[..., e, None] * each[e] for e in range(3)), atol=1e-12)
+    if draws == 1:
+        assert torch.allclose(method.infer(x0, xt, t, KNOBS, Rng(3)).log_x_theta[~coded], mean[~coded], atol=1e-12)
+    for seed in (4, 5):
+        out = method.denoise(xt, t, Rng(seed)).log_x_theta
+        assert torch.allclose(out[~coded], mean[~coded], atol=1e-12)
+        assert torch.equal(out[coded], plain.denoise(xt, t, Rng(seed)).log_x_theta[coded])
+    mine.loss.sum().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in method.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("seed", [21, 4, 5])
@@ -687,6 +723,8 @@ def test_wake_sleep_tends_to_the_enumerated_gradient(tiny, last_block: str, carr
         ({"estimator": "leave-one-out", "draws": 1}, "draws"),
         ({"gradient": "none"}, "gradient"),
         ({"estimator": "wake-sleep", "draws": 2, "free_nats": 0.1}, "free_nats"),
+        ({"estimator": "wake-sleep", "draws": 2, "mean_below": 0.1}, "mean_below"),
+        ({"last_block": "summed", "mean_below": 0.1}, "mean_below"),
         ({"estimator": "vimco", "draws": 2, "kl_positions": "masked"}, "kl_positions"),
         ({"draws": 0}, "draws"),
         ({"experts": 1, "top_k": 2}, "top_k"),

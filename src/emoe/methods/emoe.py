@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.backbones.base import Backbone, BackboneConfig
@@ -22,7 +22,7 @@ from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing.estimators import effective_draws, leave_one_out, vimco, wake_sleep, wake_sleep_weights
 from emoe.routing.kl import Compared, compare, load_balance, route_kl, routing_entropy, usage_shortfall
-from emoe.routing.routes import Gradient, Redraw, carried, carries, draw, paired, sharpened
+from emoe.routing.routes import Gradient, Redraw, averaging, carried, carries, draw, paired, sharpened
 from emoe.types import Denoised, Gate, Inference, Objective, TokenSpace, Wants, Weighed
 
 Estimator = Literal["pathwise", "wake-sleep", "vimco", "leave-one-out"]
@@ -53,6 +53,12 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     )
     carriers: Literal["all", "spread"] = option(
         "all", doc="positions whose routes the posterior chooses: all in every block, or each in one block, in turn"
+    )
+    mean_below: float = option(
+        0.0,
+        doc="share of masks at or below which a row draws no routes, but runs the mean of all experts; 0: never",
+        low=0,
+        high=1,
     )
     last_block: Literal["drawn", "summed"] = option(
         "drawn", doc="last block in training: its route is drawn, or all E are summed out (the sampler always draws)"
@@ -85,6 +91,10 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
             yield f"top_k: must be in 1..experts = {self.experts}, got {self.top_k}"
         if self.estimator == "pathwise" and self.gradient == "none":
             yield "gradient: none leaves the posterior without a signal; choose one, or another estimator"
+        if self.mean_below and self.last_block == "summed":
+            yield "mean_below: does not go with a last block that is summed out; use 0, or last_block drawn"
+        if self.mean_below and self.estimator != "pathwise":
+            yield f"mean_below: leaves {self.estimator} rows without draws to compare; use 0"
         if self.estimator != "pathwise":
             if self.draws < 2:
                 yield f"draws: {self.estimator} compares draws and needs at least 2, got {self.draws}"
@@ -220,6 +230,7 @@ class EMoE(MaskedDiffusion):
         config, summed = self.config, self.config.last_block == "summed"
         coding = max(1, self.backbone.routed_blocks - 1) if config.carriers == "spread" else None
         blocks = self.backbone.routed_blocks - summed
+        coded = self.coded(xt) if config.mean_below else None
         generator = rng.stream("route")
         posterior = draw(
             generator, relax_tau, top_k=config.top_k, gradient=config.gradient, draws=draws, redraw=config.redraw,
@@ -234,7 +245,7 @@ class EMoE(MaskedDiffusion):
 
         rows, times = torch.cat([x0, xt]), torch.cat([t, t])
         marks = torch.cat([masked, torch.zeros_like(masked)]) if config.mask_aware else None
-        route = paired(keep, blocks, coding)
+        route = paired(keep, blocks, coding, coded)
         target, many = (value.repeat_interleave(draws, dim=0) if draws > 1 else value for value in (x0, xt))
         last = None
         if summed:
@@ -247,7 +258,7 @@ class EMoE(MaskedDiffusion):
         post, prior, learned = [], [], []
         for d in range(blocks):
             clean, noisy = out.route_logits[d].chunk(2)
-            clean = carried(clean, noisy, d, coding)
+            clean = carried(clean, noisy, d, coding, coded)
             again = draws if d == 0 and draws > 1 else 1
             post.append(clean.repeat_interleave(again, dim=0) if again > 1 else clean)
             prior.append(noisy.repeat_interleave(again, dim=0) if again > 1 else noisy)
@@ -280,8 +291,14 @@ class EMoE(MaskedDiffusion):
         return Denoised(subs(out.logits, xt, self.space.mask_id), out.gates)
 
     def prior(self, xt: Int[Tensor, "B L"], rng: Rng) -> dict[str, Any]:
-        """The policy that draws each route from the router, sharpened by `route_tau`."""
-        return {"route": sharpened(rng.stream("route"), self.config.route_tau)}
+        """The policy that draws each route from the router, sharpened by `route_tau`; or means, see `mean_below`."""
+        route = sharpened(rng.stream("route"), self.config.route_tau)
+        return {"route": averaging(route, self.coded(xt)) if self.config.mean_below else route}
+
+    def coded(self, xt: Int[Tensor, "B L"]) -> Bool[Tensor, " B"]:
+        """Which rows draw routes: those with a share of masks above `mean_below`, if that is not 0."""
+        share = (xt == self.space.mask_id).double().mean(1)
+        return (share > self.config.mean_below) | (self.config.mean_below == 0)
 
     def _train_kl(
         self, kl: Float[Tensor, "N D"], passes: Passes, xt: Int[Tensor, "N L"], told: Float[Tensor, " N"]

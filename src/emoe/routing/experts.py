@@ -50,7 +50,7 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
         """Run the gate's experts on x: B rows, or K for each of them where the gate holds K draws."""
-        if gate.draws > 1:
+        if gate.draws > 1 or gate.mixed:
             return self._shared(x, gate)
         rows = x.reshape(-1, x.shape[-1])
         expert, weight = gate.expert.flatten(0, 1), gate.weight.flatten(0, 1)
@@ -73,7 +73,7 @@ class RoutedExperts(nn.Module):
         return torch.baddbmm(self.b_out[:, None], hidden, self.w_out).view(self.experts, *x.shape)
 
     def _shared(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
-        """Several draws for the same x: every expert runs once, and each draw takes the mix of them it wants.
+        """Several draws for the same x, or a mix: every expert runs once, and each draw takes the mix it wants.
 
         All weights of a gate may have a gradient here, those of value 0 too; the experts get that of the value alone.
         """

@@ -175,17 +175,19 @@ def replay(gates: Sequence[Gate]) -> Route:
     return policy
 
 
-def paired(inner: Route, blocks: int, coding: int | None = None) -> Route:
+def paired(inner: Route, blocks: int, coding: int | None = None, coded: Bool[Tensor, " B"] | None = None) -> Route:
     """Both passes of Algo. 1 in one call on [x0; xt]: the clean half chooses by `inner`, both halves run its choice.
 
     In the last of the `blocks` only the noisy half runs on (`Gate.keep_from`): the clean half has no further use once
     its last router has spoken. With `coding` blocks, positions that do not carry choose by the router of the noisy
-    half (see `carried`).
+    half (see `carried`). Rows that are not `coded` choose nothing: both halves run the mean by the noisy half's router.
     """
 
     def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
         half = len(logits) // 2
-        gate = inner(block, carried(logits[:half], logits[half:], block, coding))
+        gate = inner(block, carried(logits[:half], logits[half:], block, coding, coded))
+        if coded is not None:
+            gate = averaged(gate, logits[half:], coded)
         if block == blocks - 1:
             return replace(gate, keep_from=half)
         return replace(gate, expert=torch.cat([gate.expert] * 2), weight=torch.cat([gate.weight] * 2))
@@ -194,18 +196,47 @@ def paired(inner: Route, blocks: int, coding: int | None = None) -> Route:
 
 
 def carried(
-    post: Float[Tensor, "B P E"], prior: Float[Tensor, "B P E"], block: int, coding: int | None
-) -> Float[Tensor, "B P E"]:
+    post: Float[Tensor, "N P E"],
+    prior: Float[Tensor, "N P E"],
+    block: int,
+    coding: int | None,
+    coded: Bool[Tensor, " B"] | None = None,
+) -> Float[Tensor, "N P E"]:
     """The posterior's logits: those of the clean half where a position carries in this block, else the prior's.
 
     None: all positions carry in every block. A number C: position l carries in block l mod C alone, and nobody in
     later blocks. Routes of one block are independent given the earlier blocks, and the prior of a block reads those,
     so positions of different blocks are coded one after the other: what an earlier one has said costs a later one
-    nothing.
+    nothing. In rows that are not `coded` nobody carries, so that their KL is 0. N = B, or K draws of each row.
     """
-    if coding is None:
-        return post
-    return torch.where(carries(block, coding, post.shape[1], post.device)[:, None], post, prior)
+    if coding is not None:
+        post = torch.where(carries(block, coding, post.shape[1], post.device)[:, None], post, prior)
+    if coded is not None:
+        post = torch.where(coded.repeat_interleave(len(post) // len(coded))[:, None, None], post, prior)
+    return post
+
+
+def averaged(gate: Gate, prior: Float[Tensor, "N P E"], coded: Bool[Tensor, " B"]) -> Gate:
+    """The gate where rows are `coded`, and all experts with the prior's probabilities where they are not.
+
+    There the step has no latent: it is one factorised step, as that of `greedy`, but close to the mean of the mixture.
+    """
+    mean = torch.softmax(prior, -1)
+    again = len(gate.expert) // len(mean)
+    drawn = mean.new_zeros(len(gate.expert), *mean.shape[1:]).scatter(-1, gate.expert, gate.weight.to(mean.dtype))
+    here = coded.repeat_interleave(len(gate.expert) // len(coded))[:, None, None]
+    mix = torch.where(here, drawn, mean.repeat_interleave(again, dim=0) if again > 1 else mean)
+    weight, expert = mix.sort(dim=-1, descending=True, stable=True)  # the first is what pictures show
+    return replace(gate, expert=expert, weight=weight, mixed=True)
+
+
+def averaging(inner: Route, coded: Bool[Tensor, " B"]) -> Route:
+    """`inner` where rows are coded, and the mean of all experts elsewhere (see `averaged`)."""
+
+    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+        return averaged(inner(block, logits), logits, coded)
+
+    return inner if bool(coded.all()) else policy
 
 
 def carries(block: int, coding: int, positions: int, device: torch.device) -> Bool[Tensor, " P"]:
