@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -18,6 +19,7 @@ from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
+from emoe.recipes import get_recipe
 from emoe.rng import Rng
 from emoe.routing.kl import route_kl
 from emoe.routing.routes import draw, greedy, paired, replay
@@ -464,6 +466,25 @@ def test_comparisons_of_draws_judge_rows_or_squares(credit: str):
     weights = torch.softmax(value, 1)
     assert ratio.abs().max() > 0.1  # routes count
     assert torch.allclose(out.log["effective_draws"], (1 / weights.square().sum(1)).mean(), atol=1e-4)
+
+
+def test_routes_of_images_with_few_masks_are_averaged():
+    experiment = get_recipe("digits-emoe")
+    space = TokenSpace(size=3, mask_id=2, length=64)
+    method = dataclasses.replace(experiment.method, mean_below=0.5).build(
+        space, dataclasses.replace(experiment.backbone, router_std=1.0)
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    clean = torch.randint(2, (4, 64), generator=generator)
+    places = torch.arange(64).expand(4, -1)
+    xt = torch.where(places < torch.tensor([[16], [32], [33], [64]]), 2, clean)
+    with torch.no_grad():
+        first, second = (method.denoise(xt, torch.full((4,), 0.5), Rng(seed)).log_x_theta for seed in (0, 1))
+    same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert same == [True, True, False, False]
 
 
 def test_parameters_are_lent_with_their_gradients():
