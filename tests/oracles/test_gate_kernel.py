@@ -101,6 +101,22 @@ def test_the_activation_everywhere(tanh: bool):
     assert ((dweight[:, 0] - wanted).abs() <= 4e-7 * z.abs() + 1e-30).all()
 
 
+@pytest.mark.parametrize("hidden", [16, 50, 2100])
+@pytest.mark.parametrize("tanh", [False, True], ids=["exact", "tanh"])
+def test_a_bias_by_expert_and_the_activation_in_one_pass(hidden: int, tanh: bool):
+    generator = torch.Generator().manual_seed(3)
+    expert = torch.tensor([0, 0, 2, 2, 2, 3, 0], device=DEVICE)  # nobody has expert 1
+    parts = [torch.randn(n, hidden, generator=generator).to(DEVICE).requires_grad_() for n in (len(expert), 4)]
+    exact = [part.detach().double().requires_grad_() for part in parts]
+    wanted = nnf.gelu(exact[0] + exact[1][expert], approximate="tanh" if tanh else "none")
+    truth = with_gradients(wanted, exact)
+    assert_near(with_gradients(gates.biased_gelu(*parts, expert, tanh=tanh), parts), truth, 1e-5)
+    half, biases = parts[0].detach().bfloat16().requires_grad_(), parts[1].detach()
+    found = with_gradients(gates.biased_gelu(half, biases, expert, tanh=tanh), [half])
+    assert all(one.dtype == torch.bfloat16 for one in found)
+    assert_near(found, truth[:2], 2e-2)
+
+
 def test_beside_the_hidden_layer_stand_the_gates_and_zeros():
     expert, parts = leaves(SIZES[0], hard=False)
     u = torch.randn(len(expert), 4 * 144, generator=torch.Generator().manual_seed(1)).to(DEVICE)

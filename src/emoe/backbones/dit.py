@@ -136,16 +136,25 @@ def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: 
     return positions.to(dtype)[:, None] * frequency
 
 
-@compiled
 def rotate(
-    x: Float[Tensor, "B H L C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
-) -> Float[Tensor, "B H L C"]:
+    x: Float[Tensor, "B L H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
+) -> Float[Tensor, "B L H C"]:
     """Turn each pair (x_r, x_{r+R}) of a head by its angle (the half-split convention), in the precision of the angles.
 
     Products of a turned query and a turned key depend on their positions through the difference alone.
     """
     a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+@compiled
+def rotated(
+    qkv: Float[Tensor, "B L 3 H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
+) -> tuple[Float[Tensor, "B L H C"], Float[Tensor, "B L H C"], Float[Tensor, "B L H C"]]:
+    """Queries and keys turned by their positions, and values; compiled as one, their gradients are written in place."""
+    q, k, v = qkv.unbind(2)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 class RotaryAttention(nn.Module):
@@ -160,8 +169,9 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Float[Tensor, "B L K"], block: int, view: View) -> Float[Tensor, "B L K"]:
         """Attend and project."""
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+        parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        # Heads stay behind positions in memory, as in what attention gives back: then none of it is copied.
+        q, k, v = (part.transpose(1, 2) for part in rotated(parts, view.cos, view.sin))
         if view.cache is not None:
             k, v = view.cache.add(block, k, v)
         causal = view.causal and view.attend is None

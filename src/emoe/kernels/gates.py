@@ -1,4 +1,7 @@
-"""Kernels for small experts that are all computed everywhere: their gated hidden layer as one pass over memory.
+"""Kernels for experts: what lies between their matrix products as one pass over memory.
+
+Of large experts, whose rows are sorted for grouped products, that is gelu(u + b), see `biased_gelu`. Small ones are all
+computed everywhere, and their hidden layer is gated.
 
 With u = x W_in, (N, EF) of all experts side by side, and gates m (N, E) the layer is
 
@@ -32,6 +35,7 @@ from torch import Tensor
 ALIGN = 16  # numbers of half precision that a GPU reads as one
 BLOCK = 1024  # numbers of a parameter that a program copies
 ADDED = 32  # columns whose sums one program finds
+WIDEST = 2048  # numbers of a row's hidden layer that one program holds
 
 
 class Plan(NamedTuple):
@@ -283,6 +287,60 @@ def _unpack(
         value = tl.load(second + at, mask=at < size + E * C, other=0.0)
         tl.store(dw_out + at, value.to(dw_out.dtype.element_ty), mask=at < size)
         tl.store(db_out + at - size, value.to(db_out.dtype.element_ty), mask=(at >= size) & (at < size + E * C))
+
+
+@triton.jit
+def _biased_gelu(u, bias, expert, y, F: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    shift = tl.load(bias + tl.load(expert + row) * F + f, mask=f < F, other=0.0).to(tl.float32)
+    z = tl.load(u + row * F + f, mask=f < F, other=0.0).to(tl.float32) + shift
+    tl.store(y + row * F + f, _gelu(z, TANH).to(y.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def _biased_gelu_backward(u, bias, expert, dy, du, F: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    shift = tl.load(bias + tl.load(expert + row) * F + f, mask=f < F, other=0.0).to(tl.float32)
+    z = tl.load(u + row * F + f, mask=f < F, other=0.0).to(tl.float32) + shift
+    _, slope = _gelu_and_slope(z, TANH)
+    dz = slope * tl.load(dy + row * F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(du + row * F + f, dz.to(du.dtype.element_ty), mask=f < F)
+
+
+class _BiasedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, bias: Tensor, expert: Tensor, tanh: bool):
+        u, bias, expert = u.contiguous(), bias.contiguous(), expert.contiguous()
+        ctx.save_for_backward(u, bias, expert)
+        ctx.tanh = tanh
+        y, (rows, hidden) = torch.empty_like(u), u.shape
+        grid = rows, triton.cdiv(hidden, WIDEST)
+        _biased_gelu[grid](u, bias, expert, y, F=hidden, BLOCK=_block(hidden), TANH=tanh)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        u, bias, expert = ctx.saved_tensors
+        du, (rows, hidden) = torch.empty_like(u), u.shape
+        grid = rows, triton.cdiv(hidden, WIDEST)
+        _biased_gelu_backward[grid](u, bias, expert, dy.contiguous(), du, F=hidden, BLOCK=_block(hidden), TANH=ctx.tanh)
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            mine = expert == torch.arange(len(bias), device=expert.device)[:, None]
+            dbias = (mine.to(du.dtype) @ du).to(bias.dtype)
+        return du, dbias, None, None
+
+
+def _block(hidden: int) -> int:
+    return min(triton.next_power_of_2(hidden), WIDEST)
+
+
+def biased_gelu(u: Tensor, bias: Tensor, expert: Tensor, *, tanh: bool) -> Tensor:
+    """gelu(u_n + b_expert(n)) for rows u (N, F), bias (E, F), expert (N,); the result in the precision of u."""
+    return _BiasedGelu.apply(u, bias, expert, tanh)
 
 
 def _sizes(rows: int, experts: int, hidden: int, plan: Plan) -> dict[str, Any]:

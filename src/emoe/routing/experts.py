@@ -58,13 +58,11 @@ class RoutedExperts(nn.Module):
         if path == "dense":
             return self._dense(rows, expert, weight).view_as(x)
         run = self._grouped if path == "grouped" else self._loop
-        out = weight[:, :1] * run(rows, expert[:, 0])
+        outs = [run(rows, expert[:, 0])]
         if torch.is_grad_enabled() and weight.requires_grad:
-            for j in range(1, expert.shape[1]):
-                with torch.no_grad():
-                    other = run(rows, expert[:, j])
-                out = out + weight[:, j : j + 1] * other
-        return out.view_as(x)
+            with torch.no_grad():
+                outs += [run(rows, expert[:, j]) for j in range(1, expert.shape[1])]
+        return _weighted(weight, *outs).view_as(x)
 
     def every(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "E B P K"]:
         """The output of each expert on all of x."""
@@ -116,7 +114,11 @@ class RoutedExperts(nn.Module):
         experts = torch.arange(self.experts, device=expert.device)
         ends = torch.searchsorted(sorted_expert, experts, right=True).to(torch.int32)
         hidden = _grouped_mm(_Permute.apply(rows_NK, order), self.w_in, ends)
-        hidden = self._activate(hidden + _expand_bias(self.b_in, sorted_expert))
+        fused = _fused(hidden)
+        if fused is not None:
+            hidden = fused.biased_gelu(hidden, self.b_in, sorted_expert, tanh=self.approximate == "tanh")
+        else:
+            hidden = self._activate(hidden + _expand_bias(self.b_in, sorted_expert))
         out = _grouped_mm(hidden, self.w_out, ends) + _expand_bias(self.b_out, sorted_expert)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return _Permute.apply(out, inverse)
@@ -133,8 +135,17 @@ class RoutedExperts(nn.Module):
 
 
 def _fused(rows: Tensor) -> ModuleType | None:
-    """Kernels that gate the hidden layer in one pass, where rows lie on a GPU and have a precision that they know."""
+    """Kernels that pass over a hidden layer once, where rows lie on a GPU and have a precision that they know."""
     return kernels("gates") if rows.is_cuda and rows.dtype != torch.float64 else None
+
+
+@compiled
+def _weighted(weight: Float[Tensor, "N k"], *outs: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+    """sum_j w_j out_j, of as many experts as there are."""
+    total = weight[:, :1] * outs[0]
+    for j in range(1, len(outs)):
+        total = total + weight[:, j : j + 1] * outs[j]
+    return total
 
 
 @compiled
