@@ -112,7 +112,7 @@ def test_the_plus_recipes_differ_from_the_paper_s_in_what_keeps_blocks_in_use() 
     for family in ("lm1b", "news-small", "text-tiny"):
         plain, plus = (get_recipe(f"{family}-{name}") for name in ("emoe", "emoe-plus"))
         changed = {".".join(line.split(":")[0].split(".")[:2]) for line in differences(plain, plus)}
-        options = ("balance", "balance_form", "usage_floor", "free_nats", "elbo_power")
+        options = ("balance", "balance_form", "usage_floor", "free_nats", "free_every", "elbo_power")
         assert changed <= {"name", *(f"method.{name}" for name in options)}
         assert isinstance(plus.method, EMoEConfig) and plus.method.balance_form == "floor"
         assert plus.method.usage_floor < math.log(plus.method.experts) and plus.method.free_nats > 0
@@ -124,7 +124,8 @@ def test_the_aware_recipes_are_the_plus_ones_whose_network_is_told_the_number_of
         changed = {line.split(":")[0] for line in differences(plus, aware)}
         told = {"name", "method.step_aware", "method.free_nats", "backbone.time_conditioning"}
         # Rows of one step are masked throughout, so that no share of the logits is left out.
-        assert changed == (told if family == "text-tiny" else told | {"method.head_share"})
+        large = {"method.head_share", "method.free_every"}
+        assert changed == (told if family == "text-tiny" else told | large)
         assert method_name(aware) == "emoe-aware" and METHODS_OF_TABLES["emoe-aware"] == "E-MoE, step-aware"
 
 

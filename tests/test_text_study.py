@@ -31,9 +31,11 @@ from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.readme import render
 from emoe.evaluation.results import Results, Row, RunInfo, record
 from emoe.evaluation.text_blocks import (
+    AVERAGED,
     COMMANDS,
     GREEDY,
     PARTS,
+    VARIANTS,
     checks_table,
     collapse_table,
     conventions_of,
@@ -72,7 +74,8 @@ SIZES = (
 )
 BOTH = "--methods mdlm,emoe"
 REVEAL_FIRST = SamplerConfig(kind="reveal-first")
-POOLS = {"mdlm": {"nfe1", "nfe2"}, "emoe": {"nfe1", "nfe2", f"nfe1 {GREEDY}", f"nfe2 {GREEDY}"}}
+OTHERS = {f"nfe1 {GREEDY.name}", f"nfe2 {GREEDY.name}", f"nfe2 {AVERAGED.name}"}
+POOLS = {"mdlm": {"nfe1", "nfe2"}, "emoe": {"nfe1", "nfe2", *OTHERS}}
 
 
 def write_lines(path: Path, seed: int, count: int) -> Path:
@@ -205,7 +208,7 @@ def test_pools_are_the_samples_of_the_run_and_small(results: Results, finished: 
         assert all(array.dtype == np.uint16 and array.shape == (40, LENGTH) for array in archive.arrays.values())
         assert (archive.manifest["method"], archive.manifest["data"]) == (method, "text")
         for key in archive.keys():
-            changed = {"method.route-tau": "0"} if key.variant else {}
+            changed = VARIANTS[key.variant].settings if key.variant else {}
             run = opened(finished, method, sets, **changed)
             pool = draw_pool(run.method, 40, key.nfe, 0, batch=30, sampler=REVEAL_FIRST)
             assert torch.equal(archive.tokens(key), pool.samples)
@@ -254,6 +257,7 @@ def test_the_page_of_tables_and_samples_and_the_figures(results: Results, finish
     for key in archive.keys():
         assert all(f"- {escape(one)}\n" in samples for one in domain.decode(archive.tokens(key)[:2]))
     assert samples.index("NFE 1\n") < samples.index("NFE 2\n") and "**E\\-MoE, greedy routes**" in samples
+    assert samples.count("**E\\-MoE, averaged routes**") == 1  # from two calls on
     assert samples.count("train.steps=12") == 1 and "All with `train.batch=8 train.steps=12`." in samples
     assert "read them beside `text-tiny.md`" in samples
     drawn = {path.name for path in (finished / "results/figures").iterdir()}
@@ -697,10 +701,19 @@ def test_the_numbers_of_calls_that_a_method_can_make() -> None:
     assert own.steps(get_recipe("news-small-emoe"), 128) == (1, 2, 4, 8, 16, 32, 64, 128)
     for name in text.recipes_of("news-small"):
         stages = own.stages(get_recipe(f"news-small-{name}"), 128, zero_shot=True)
-        greedy = [stage for stage in stages if stage.pool is not None and stage.pool.variant == GREEDY]
-        nfe = [stage.pool.nfe for stage in greedy if stage.pool is not None]
-        assert nfe == ([1, 2, 4, 8, 16] if name.startswith("emoe") else [])
+        pools = [stage.pool for stage in stages if stage.pool is not None]
+        for variant, steps in ((GREEDY, [1, 2, 4, 8, 16]), (AVERAGED, [2, 4, 8, 16])):
+            found = [pool.nfe for pool in pools if pool.variant == variant.name]
+            assert found == (steps if name.startswith("emoe") else [])
         assert all(stage.convention[:2] in ("ex", "ne", "bo") for stage in stages if stage.kind == "zero-shot")
+
+
+def test_other_routes_only_where_a_recipe_can_take_them() -> None:
+    emoe = get_recipe("text-tiny-emoe")
+    assert text.variants_of(emoe) == [GREEDY, AVERAGED]
+    assert text.variants_of(get_recipe("text-tiny-mdlm")) == []
+    compared = {"method.estimator": "leave-one-out", "method.gradient": "none", "method.draws": "2"}
+    assert text.variants_of(customise(emoe, compared)) == [GREEDY]
 
 
 def test_pools_can_be_drawn_by_another_sampler(finished: Path, sets: Path, tmp_path: Path) -> None:
@@ -801,7 +814,7 @@ def test_features_are_reduced_by_the_components_of_held_out_rows() -> None:
 
 
 def test_keys_and_checksums_of_pools() -> None:
-    for key in (PoolKey(4), PoolKey(128, GREEDY)):
+    for key in (PoolKey(4), PoolKey(128, GREEDY.name)):
         assert PoolKey.parse(str(key)) == key
     array = np.arange(6, dtype=np.uint16).reshape(2, 3)
     assert digest(array) == digest(array.copy()) != digest(array.reshape(3, 2))
@@ -839,8 +852,10 @@ def table_rows() -> list[Row]:
         ]
         rows += [row(method, "mauve", 3.25, nfe=1), row(method, "mauve_spread", 0.5, nfe=1)]
         rows += [row(method, "passes_train", 2 if method == "emoe" else 1), row(method, "params", 85.7e6)]
-    rows += [row("emoe", "gen_ppl", 50.0, nfe=1, convention=f"paper {GREEDY}")]
-    rows += [row("emoe", "entropy", 3.9, nfe=1, convention=GREEDY)]
+    rows += [row("emoe", "gen_ppl", 50.0, nfe=1, convention=f"paper {GREEDY.name}")]
+    rows += [row("emoe", "entropy", 3.9, nfe=1, convention=GREEDY.name)]
+    rows += [row("emoe", "gen_ppl", 400.0, nfe=1, convention=f"paper {AVERAGED.name}")]
+    rows += [row("emoe", "entropy", 4.3, nfe=1, convention=AVERAGED.name)]
     rows += [row("emoe", "train_kl", kl, convention=f"step {step}") for step, kl in ((100, 0.4), (200, 0.5))]
     rows += [row("emoe", "usage_entropy/block1", 1.5, convention="step 200")]
     return rows
@@ -889,10 +904,11 @@ def test_the_paper_stands_beside_a_shorter_run_but_not_beside_another_network() 
         assert f"All with `{changed}`" in markdown
 
 
-def test_the_collapse_table_has_both_kinds_of_routes() -> None:
+def test_the_collapse_table_has_all_kinds_of_routes() -> None:
     _, lines = collapse_table(Results().add(INFO, table_rows()), "news", "paper")
     cells = {line[0]: line[1] for line in lines}
-    assert set(cells) == {"MDLM", "E-MoE, drawn routes", "E-MoE, greedy routes"}
+    assert list(cells) == ["MDLM", *(f"E-MoE, {kind} routes" for kind in ("drawn", "greedy", "averaged"))]
+    assert cells["E-MoE, averaged routes"] == "400.0\nH 4.30"  # the paper has none of it
     assert cells["E-MoE, greedy routes"] == "50.0\nH 3.90\n*(1079.5, H 4.34)*"
     assert cells["E-MoE, drawn routes"].endswith("H 4.40\nMAUVE 3.25\N{NO-BREAK SPACE}±0.50\n*(626.1, H 4.35)*")
 

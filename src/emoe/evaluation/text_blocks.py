@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from emoe.evaluation.grid import METHODS, REFERENCES
 from emoe.evaluation.image_blocks import Model, common_changes, mean_of
@@ -21,7 +22,6 @@ from emoe.evaluation.tables import markdown_table
 
 TASK = "text"
 COMMANDS = {"text": "emoe reproduce text", "text-tiny": "emoe reproduce text --size text-tiny"}  # by names of files
-GREEDY = "route_tau=0"
 SETTINGS = ("paper", "duo")
 CONVENTIONS = ("exact", "nelbo", "objective", "bound", "iw")  # order of the columns
 FAMILIES = ("news-small", "lm1b")  # recipes beside which the paper's numbers stand
@@ -42,6 +42,22 @@ EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
 DASH = "—"
 
 Table = tuple[list[str], list[list[str]]]
+
+
+class Variant(NamedTuple):
+    """Another way to sample with the same weights of E-MoE: what is changed in its routes."""
+
+    name: str  # in the convention of a row
+    label: str
+    settings: dict[str, str]
+    least: int  # network calls from which on it makes a difference
+    paper: str  # its name among the paper's numbers, which may have none of it
+    line: str  # in figures
+
+
+GREEDY = Variant("route_tau=0", "greedy routes", {"method.route-tau": "0"}, 1, "greedy", ":")
+AVERAGED = Variant("mean_below=0.7", "averaged routes", {"method.mean-below": "0.7"}, 2, "averaged", "--")
+VARIANTS = {variant.name: variant for variant in (GREEDY, AVERAGED)}
 
 
 def files_of(size: str) -> str:
@@ -201,23 +217,22 @@ def _mauve(rows: Sequence[Row], nfe: int, variant: str | None) -> str:
 
 
 def collapse_table(results: Results, data: str, setting: str) -> Table:
-    """E-MoE with drawn and with greedy routes, and MDLM: perplexity, entropy and MAUVE at every NFE of the ablation."""
+    """E-MoE with drawn and with other routes, and MDLM: perplexity, entropy and MAUVE at every NFE of the ablation."""
     groups = models(results, data)
-    convention = in_setting(setting, GREEDY)
-    steps = steps_of(
-        (row for rows in groups.values() for row in rows if row.convention == convention), "gen_ppl"
-    )  # fmt: skip
+    names = {in_setting(setting, name): variant for name, variant in VARIANTS.items()}
+    steps = steps_of((row for rows in groups.values() for row in rows if row.convention in names), "gen_ppl")
     lines = []
     for model, rows in groups.items():
-        greedy = any(row.metric == "gen_ppl" and row.convention == convention for row in rows)
-        if not greedy and model.method != "mdlm":
+        measured = {row.convention for row in rows if row.metric == "gen_ppl"}
+        found = [variant for name, variant in names.items() if name in measured]
+        if not found and model.method != "mdlm":
             continue
-        told = "route_tau=1" if greedy else "collapse-reference"
-        label = f"{model.label}, drawn routes" if greedy else model.label
+        told = "route_tau=1" if found else "collapse-reference"
+        label = f"{model.label}, drawn routes" if found else model.label
         lines.append([label, *(_collapse(rows, setting, nfe, None, told) for nfe in steps)])
-        if greedy:
-            cells = [_collapse(rows, setting, nfe, GREEDY, "greedy") for nfe in steps]
-            lines.append([f"{model.label}, greedy routes", *cells])
+        for variant in found:
+            cells = [_collapse(rows, setting, nfe, variant.name, variant.paper) for nfe in steps]
+            lines.append([f"{model.label}, {variant.label}", *cells])
     return [data, *(f"NFE {nfe}" for nfe in steps)], lines if steps else []
 
 
@@ -520,8 +535,12 @@ def mauve_markdown(results: Results) -> str:
 
 
 def collapse_markdown(results: Results) -> str:
-    """Drawn and greedy routes."""
-    note = "The same weights; greedy routes leave a factorised step. MAUVE and H see what a low perplexity hides."
+    """Drawn, greedy and averaged routes."""
+    note = (
+        "The same weights; greedy routes leave a factorised step. Averaged routes are drawn while more than 70 % of a "
+        "row is masked, and below that its positions run the mean of all experts, so that such a call costs more. "
+        "MAUVE and H see what a low perplexity hides."
+    )
     return "\n".join(
         part
         for data in data_of(results)

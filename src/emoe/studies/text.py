@@ -39,9 +39,10 @@ from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import console_table
 from emoe.evaluation.text_blocks import (
-    GREEDY,
     SETTINGS,
     TASK,
+    VARIANTS,
+    Variant,
     data_of,
     files_of,
     gen_ppl_table,
@@ -74,7 +75,7 @@ RESERVED = {"eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "
 PLACES = ("--set", "--judge-set", "--zero-shot", "--merge")
 SAMPLES, ROWS, WEIGHTED_ROWS = 2_000, 2_000, 500
 HELD_OUT = 2_000  # held-out rows that MAUVE compares with
-GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
+VARIANT_NFE = 16  # most network calls that other routes are drawn with; the paper has 1 and 2, of greedy ones
 TIMES = "times.jsonl"  # in a run folder: how long each part of its training took
 LIKELIHOODS = {
     "ar": ("exact",),
@@ -285,7 +286,12 @@ class Plan:
             *(Stage("likelihood", name) for name in names),
             *(Stage("zero-shot", name) for name in bounds if zero_shot),
             *(Stage("pool", pool=PoolKey(nfe)) for nfe in steps),
-            *(Stage("pool", pool=PoolKey(nfe, GREEDY)) for nfe in steps if kind == "emoe" and nfe <= GREEDY_NFE),
+            *(
+                Stage("pool", pool=PoolKey(nfe, variant.name))
+                for variant in variants_of(experiment)
+                for nfe in steps
+                if variant.least <= nfe <= VARIANT_NFE
+            ),
         ]
 
     def count(self, stage: Stage, text: Text) -> int:
@@ -446,7 +452,7 @@ class Chain:
         """Draw a pool, unless it was drawn before, keep it, and measure what needs no judge."""
         archive, text = Archive.open(self._pools(experiment)), runs.text
         if archive.rows(key) < self.plan.samples:
-            run = runs.plain if key.variant is None else runs.greedy
+            run = runs.plain if key.variant is None else runs.changed(VARIANTS[key.variant])
             config, sampler = experiment.eval, None
             if isinstance(run.method, MaskedDiffusion):
                 sampler = dataclasses.replace(config.sampler, kind=self.plan.sampler)
@@ -782,22 +788,37 @@ class Chain:
 
 
 class Opened:
-    """A trained run, opened when it is needed: with its own sampler, and with greedy routes."""
+    """A trained run, opened when it is needed: with its own sampler, and with other routes."""
 
     def __init__(self, study: Study, experiment: Experiment, text: Text):
         self.path, self.device, self.text = study.folder / run_name(experiment), str(study.device), text
         self.settings = measuring(experiment, study.device)
+        self.others: dict[str, Run] = {}
 
     @functools.cached_property
     def plain(self) -> Run:
         """As it was trained, the moving average of its weights."""
         return load_run(self.path, device=self.device, domain=self.text, settings=self.settings)
 
-    @functools.cached_property
-    def greedy(self) -> Run:
-        """The same weights with `route_tau` 0."""
-        settings = self.settings | {"method.route-tau": "0"}
-        return load_run(self.path, device=self.device, domain=self.text, settings=settings)
+    def changed(self, variant: Variant) -> Run:
+        """The same weights with other routes."""
+        if variant.name not in self.others:
+            settings = self.settings | variant.settings
+            self.others[variant.name] = load_run(self.path, device=self.device, domain=self.text, settings=settings)
+        return self.others[variant.name]
+
+
+def variants_of(experiment: Experiment) -> list[Variant]:
+    """Other ways to draw routes that a recipe can take: none without routes, no averages where draws are compared."""
+
+    def fits(variant: Variant) -> bool:
+        try:
+            customise(experiment, variant.settings)
+        except ConfigError:
+            return False
+        return True
+
+    return [variant for variant in VARIANTS.values() if fits(variant)]
 
 
 def measuring(experiment: Experiment, device: torch.device) -> dict[str, str]:

@@ -32,7 +32,6 @@ from emoe.experiment import Experiment
 from emoe.judges import MAUVE_SEEDS, Mauve, mauve
 
 MANIFEST = "manifest"
-GREEDY = "route_tau=0"  # E-MoE's collapse ablation: greedy routes
 DIMENSIONS = 100  # of stored features
 FEATURE_BYTES = 500_000  # of the stored features of a pool
 Array = NDArray[Any]

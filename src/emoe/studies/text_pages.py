@@ -14,8 +14,8 @@ from emoe.evaluation.image_blocks import mean_of
 from emoe.evaluation.latent_blocks import as_words, words_of
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.text_blocks import (
-    GREEDY,
     SETTINGS,
+    VARIANTS,
     blocks_of,
     data_of,
     in_setting,
@@ -51,7 +51,7 @@ def samples_page(
         for nfe in keys:
             lines = [f"## {escape(text.name)}, NFE {nfe}\n"]
             for archive in order:
-                for key in (PoolKey(nfe), PoolKey(nfe, GREEDY)):
+                for key in (PoolKey(nfe), *(PoolKey(nfe, name) for name in VARIANTS)):
                     if archive.rows(key):
                         shown = text.decode(archive.tokens(key)[:count])
                         lines += [f"**{_title(archive, key, common)}**\n", *(f"- {escape(one)}" for one in shown), ""]
@@ -114,7 +114,7 @@ def _title(archive: Archive, key: PoolKey, common: Mapping[str, str]) -> str:
     told = archive.manifest
     changed = as_words({name: text for name, text in words_of(told["recipe"])[1].items() if name not in common})
     words = [METHODS.get(told["method"], told["method"]), f"({changed})" if changed else ""]
-    words += [f"seed {told['seed']}" if told["seed"] else "", "greedy routes" if key.variant else ""]
+    words += [f"seed {told['seed']}" if told["seed"] else "", VARIANTS[key.variant].label if key.variant else ""]
     return escape(", ".join(filter(None, words)))
 
 
@@ -143,9 +143,11 @@ def curves(results: Results, path: Path) -> bool:
         groups, real = models(results, data), results.select(data=data, method="data")
         for panel, (metric, setting) in zip(line, panels.items(), strict=True):
             for number, (model, rows) in enumerate(groups.items()):
-                for variant, style in ((None, "-"), (GREEDY, ":")):
-                    name = in_setting(setting, variant) if setting else variant
-                    label = model.label + (", greedy routes" if variant else "")
+                for variant in (None, *VARIANTS.values()):
+                    changed, label, style = None, model.label, "-"
+                    if variant is not None:
+                        changed, label, style = variant.name, f"{model.label}, {variant.label}", variant.line
+                    name = in_setting(setting, changed) if setting else changed
                     _line(panel, rows, metric, name, label, f"C{number}", style)
             level = mean_of(real, metric, convention=setting)
             if level is not None:
