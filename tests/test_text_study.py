@@ -981,6 +981,11 @@ def test_what_a_latent_is_for_is_told_with_numbers() -> None:
     few += [row("emoe", "route_kl/block1", 0.02, convention="step 300")]
     (line,) = checks_table(Results().add(INFO, few), "news", "paper")[1]
     assert line[1] == "no: 1 of 4"
+    for value, told in ((893.0, "level"), (907.0, "level"), (890.0, "yes"), (910.0, "no")):  # both have an error of 3
+        close = [one for one in rows if (one.method, one.metric, one.convention) != ("emoe", "gen_ppl", "paper")]
+        close += [row("emoe", "gen_ppl", value, nfe=1, convention="paper", stderr=3.0)]
+        (line,) = checks_table(Results().add(INFO, close), "news", "paper")[1]
+        assert line[3].startswith(f"{told}: {value} against 900.0\n")
 
 
 # --- emoe eval --judge

@@ -10,6 +10,8 @@ import pytest
 
 from emoe.evaluation.readme import GENERATORS, BlockError, blocks, main, markdown_files, render, stale_blocks
 from emoe.evaluation.results import Row, RunInfo, record
+from emoe.evaluation.text_blocks import NEWS_STEPS
+from emoe.recipes import get_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,3 +287,20 @@ def test_times_of_a_step_on_images(tmp_path: Path) -> None:
     assert "| MDLM, eager | 15.00 ±0.01 | 50.0 | 1.4x |" in shown
     assert "| VDM UNet, eager | 21.00 ±0.01 | — | 1.0x |" in shown
     assert "1.50 ms" in shown and "3.00 ms" not in shown  # the toy's table has the toy's times only
+
+
+def test_times_of_a_step_on_text(tmp_path: Path) -> None:
+    results, text = tmp_path / "results", block("text-steps")
+    common = dict(task="benchmark", seed=0, nfe=None, metric="step_ms", n=4, stderr=0.1)
+    images = Row(**common, data="mnist-step-gpu", method="mdlm", recipe="mnist-mdlm", value=3.0)
+    record(results / "benchmark.json", run(), [images])
+    assert "No times here yet" in render(text, results)
+    rows = [
+        Row(**common, data="news-small-step-gpu", method=method, recipe=f"news-small-{method}", value=value)
+        for method, value in (("ar", 16.0), ("emoe", 32.0), ("mdlm", 8.0))
+    ]
+    record(results / "benchmark.json", run(), rows)
+    shown = render(text, results)
+    assert "| MDLM | 8.0 ±0.10 | 1.0 |\n| E-MoE | 32.0 ±0.10 | 4.0 |\n| AR | 16.0 ±0.10 | 2.0 |" in shown
+    assert "all 3 together 7 minutes" in shown
+    assert get_recipe("news-small-mdlm").train.steps == NEWS_STEPS

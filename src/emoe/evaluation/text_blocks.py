@@ -16,7 +16,7 @@ from emoe.evaluation.grid import METHODS, REFERENCES
 from emoe.evaluation.image_blocks import Model, common_changes, mean_of
 from emoe.evaluation.latent_blocks import as_words, cell, words_of
 from emoe.evaluation.paper import paper_value
-from emoe.evaluation.readme import generator, source_of
+from emoe.evaluation.readme import generator, results_block, source_of
 from emoe.evaluation.results import Results, Row, SeedMean
 from emoe.evaluation.tables import markdown_table
 
@@ -40,6 +40,9 @@ FIGURES = {
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and say something of the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
 DASH = "—"
+STEP_DATA = "news-small-step-gpu"  # as `benchmarks/step_time.py` records it
+STEP_COMMAND = "python benchmarks/step_time.py --task news-small --set FOLDER --methods all --record"
+NEWS_STEPS = 7_500  # of the news-small recipes
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -382,7 +385,10 @@ def _gain(rows: Sequence[Row]) -> str:
 
 
 def _against(rows: Sequence[Row], other: Sequence[Row], setting: str, nfe: int) -> str:
-    """Perplexities of two models' samples and how far apart their entropies are; no verdict where they are too far."""
+    """Perplexities of two models' samples and how far apart their entropies are.
+
+    No verdict where entropies are too far apart, or perplexities within two standard errors.
+    """
     pairs = [
         (mean_of(part, "gen_ppl", nfe=nfe, convention=setting), mean_of(part, "entropy", nfe=nfe))
         for part in (rows, other)
@@ -395,6 +401,8 @@ def _against(rows: Sequence[Row], other: Sequence[Row], setting: str, nfe: int) 
     told = f"{ours.mean:.1f} against {theirs.mean:.1f}\n{factor}\nH {apart:+.3f}".replace("-", "\N{MINUS SIGN}")
     if abs(apart) > EQUAL_ENTROPY:
         return f"not at equal H\n{told}"
+    if abs(ours.mean - theirs.mean) <= 2 * math.hypot(ours.stderr or 0.0, theirs.stderr or 0.0):
+        return f"level: {told}"
     return _verdict(ours.mean < theirs.mean, told)
 
 
@@ -502,7 +510,7 @@ LATENT_NOTE = (
 CHECKS_NOTE = (
     f"A block is in use if the entropy of its usage is above {ALIVE_USAGE:g} nat and its route KL above {ALIVE_KL:g} "
     "nats per position. Perplexities are compared, setting `{setting}`, where the entropies H of the samples are "
-    f"within {EQUAL_ENTROPY:g} nats. *Italics*: the paper, of E-MoE."
+    f"within {EQUAL_ENTROPY:g} nats; `level`: within two standard errors. *Italics*: the paper, of E-MoE."
 )
 
 
@@ -648,3 +656,24 @@ def _register_table(study: str, part: str, make: Callable[[Results], str]) -> No
 
 for _study in COMMANDS:
     _register(_study)
+
+
+@results_block("text-steps", "benchmark")
+def text_steps(results: Results) -> str:
+    """Time of a training step of the news-small recipes, and what all of their steps take."""
+    rows = results.select(metric="step_ms", data=STEP_DATA)
+    if not rows:
+        return f"*No times here yet: run `{STEP_COMMAND}`.*"
+    order = list(METHODS)
+    lines = []
+    for row in sorted(rows, key=lambda row: order.index(row.method)):
+        error = "" if row.stderr is None else f" ±{row.stderr:.2f}"
+        minutes = f"{row.value * NEWS_STEPS / 60_000:.1f}"
+        lines.append([METHODS[row.method], f"{row.value:.1f}{error}", minutes])
+    together = sum(row.value for row in rows) * NEWS_STEPS / 60_000
+    note = (
+        f"Steps alone, all {len(rows)} together {together:.0f} minutes. Medians of turns within one process, "
+        f"{rows[0].n} each. Made at {source_of(results.only(data=STEP_DATA))}."
+    )
+    header = ["news-small, 256 rows of 128 tokens a step", "ms per step", f"minutes for {NEWS_STEPS:,} steps"]
+    return f"{markdown_table(header, lines)}\n{note}\n"
