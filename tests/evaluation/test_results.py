@@ -15,7 +15,7 @@ import pytest
 
 from emoe.evaluation import machine
 from emoe.evaluation.paper import paper_rows, paper_value
-from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, describe_machine, record
+from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, describe_machine, load_once, record
 
 
 def run(date: str = "2025-01-01T00:00:00Z", **changes: object) -> RunInfo:
@@ -39,6 +39,15 @@ def test_a_file_round_trips_byte_for_byte(tmp_path):
     lines = [line for line in first.decode().splitlines() if '"validity"' in line]
     assert len(lines) == len(rows) and all(json.loads(line.rstrip(",")) for line in lines)
     assert [item.nfe for item in Results.load(tmp_path / "a.json").rows][:3] == [None, 4, 32]
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path):
+    path = tmp_path / "a.json"
+    record(path, run(), [row(seed=0)])
+    first = load_once(path)
+    assert load_once(path) is first and first.rows == Results.load(path).rows
+    record(path, run(), [row(seed=1)])
+    assert [one.seed for one in load_once(path).rows] == [0, 1]
 
 
 def test_empty_results_can_be_saved(tmp_path):

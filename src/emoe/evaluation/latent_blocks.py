@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,8 +46,13 @@ def default_depth(length: int) -> int:
 
 def words_of(recipe: str) -> tuple[str, dict[str, str]]:
     """`toy-8modes-emoe train.steps=50` as the recipe's name and the changed fields; values may hold spaces."""
-    name, *words = re.split(r"\s+(?=[\w.-]+=)", recipe)
+    name, *words = _split(recipe)
     return name, {field: value for field, _, value in (word.partition("=") for word in words)}
+
+
+@functools.cache
+def _split(recipe: str) -> list[str]:
+    return re.split(r"\s+(?=[\w.-]+=)", recipe)
 
 
 def place_of(data: str) -> Place:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import DATA, METHODS, REFERENCES, measure, plain_recipe, table_rows, toy_grid
-from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, mean_over_seeds
+from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, load_once, mean_over_seeds
 from emoe.evaluation.tables import markdown_table, seeds_and_samples, toy_note, toy_table
 
 Generator = Callable[[Path], str]
@@ -132,7 +132,7 @@ def results_block(name: str, task: str) -> Callable[[Callable[[Results], str]], 
             path = folder / f"{task}.json"
             if not path.exists():
                 return f"*No numbers here yet: `{folder.name}/{path.name}` does not exist.*"
-            return make(Results.load(path))
+            return make(load_once(path))
 
         generator(name)(from_folder)
         return make

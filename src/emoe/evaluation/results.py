@@ -268,6 +268,17 @@ def mean_over_seeds(rows: Iterable[Row]) -> SeedMean | None:
     return SeedMean(mean, stderr, len(values))
 
 
+def load_once(path: Path) -> Results:
+    """`Results.load` for those who only read: a file that has not changed since is not read again."""
+    found = path.stat()
+    return _load(path, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: Path, changed_ns: int, size: int) -> Results:
+    return Results.load(path)
+
+
 def record(path: str | Path, run_info: RunInfo, rows: Iterable[Row]) -> Results:
     """Merge the rows of a run into a file, which need not exist; several processes may do so at once."""
     path = Path(path)

@@ -17,7 +17,7 @@ from emoe.evaluation.image_blocks import Model, common_changes, mean_of
 from emoe.evaluation.latent_blocks import as_words, cell, words_of
 from emoe.evaluation.paper import paper_value
 from emoe.evaluation.readme import generator, results_block, source_of
-from emoe.evaluation.results import Results, Row, SeedMean
+from emoe.evaluation.results import Results, Row, SeedMean, load_once
 from emoe.evaluation.tables import markdown_table
 
 TASK = "text"
@@ -650,7 +650,7 @@ def _register_table(study: str, part: str, make: Callable[[Results], str]) -> No
     @generator(f"{study}-{part}")
     def block(folder: Path) -> str:
         path = folder / f"{study}.json"
-        found = make(text_rows(Results.load(path))) if path.exists() else ""
+        found = make(text_rows(load_once(path))) if path.exists() else ""
         return found or f"*No numbers here yet: run `{COMMANDS[study]}`.*"
 
 
