@@ -28,7 +28,7 @@ from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.runs import Run, load_run, train
 
-STEPS = 150
+STEPS = 90
 SMALL = {
     "domain.points": "300",
     "backbone.width": "8",
