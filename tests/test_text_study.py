@@ -37,6 +37,7 @@ from emoe.evaluation.text_blocks import (
     PARTS,
     VARIANTS,
     checks_table,
+    collapse_markdown,
     collapse_table,
     conventions_of,
     data_of,
@@ -909,6 +910,9 @@ def test_the_collapse_table_has_all_kinds_of_routes() -> None:
     cells = {line[0]: line[1] for line in lines}
     assert list(cells) == ["MDLM", *(f"E-MoE, {kind} routes" for kind in ("drawn", "greedy", "averaged"))]
     assert cells["E-MoE, averaged routes"] == "400.0\nH 4.30"  # the paper has none of it
+    few = [one for one in table_rows() if AVERAGED.name not in str(one.convention)]
+    for rows, told in ((table_rows(), True), (few, False)):
+        assert ("Averaged routes are drawn" in collapse_markdown(Results().add(INFO, rows))) == told
     assert cells["E-MoE, greedy routes"] == "50.0\nH 3.90\n*(1079.5, H 4.34)*"
     assert cells["E-MoE, drawn routes"].endswith("H 4.40\nMAUVE 3.25\N{NO-BREAK SPACE}±0.50\n*(626.1, H 4.35)*")
 

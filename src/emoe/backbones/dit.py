@@ -152,7 +152,7 @@ def rotate(
 def rotated(
     qkv: Float[Tensor, "B L 3 H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
 ) -> tuple[Float[Tensor, "B L H C"], Float[Tensor, "B L H C"], Float[Tensor, "B L H C"]]:
-    """Queries and keys turned by their positions, and values; compiled as one, their gradients are written in place."""
+    """Queries and keys turned by their positions, and values; compiled as one, so are their gradients."""
     q, k, v = qkv.unbind(2)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 

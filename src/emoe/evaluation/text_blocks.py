@@ -507,6 +507,11 @@ LATENT_NOTE = (
     "the latent in nats per token, of VADD too. *Italics*: the paper."
 )
 
+COLLAPSE_NOTE = "The same weights; greedy routes leave a factorised step. MAUVE and H see what a low perplexity hides."
+AVERAGED_NOTE = (
+    "Averaged routes are drawn while more than 70 % of a row is masked; below that its positions run the mean of all "
+    "experts, so that such a call costs more."
+)
 CHECKS_NOTE = (
     f"A block is in use if the entropy of its usage is above {ALIVE_USAGE:g} nat and its route KL above {ALIVE_KL:g} "
     "nats per position. Perplexities are compared, setting `{setting}`, where the entropies H of the samples are "
@@ -544,16 +549,16 @@ def mauve_markdown(results: Results) -> str:
 
 def collapse_markdown(results: Results) -> str:
     """Drawn, greedy and averaged routes."""
-    note = (
-        "The same weights; greedy routes leave a factorised step. Averaged routes are drawn while more than 70 % of a "
-        "row is masked, and below that its positions run the mean of all experts, so that such a call costs more. "
-        "MAUVE and H see what a low perplexity hides."
-    )
+
+    def note(table: Table) -> str:
+        has_averages = any(line[0].endswith(AVERAGED.label) for line in table[1])
+        return f"{COLLAPSE_NOTE} {AVERAGED_NOTE}" if has_averages else COLLAPSE_NOTE
+
     return "\n".join(
         part
         for data in data_of(results)
         for setting in settings_of(results.only(data=data))[:1]
-        if (part := _part(collapse_table(results, data, setting), f"{note} {_made(results, data)}"))
+        if (part := _part(table := collapse_table(results, data, setting), f"{note(table)} {_made(results, data)}"))
     )
 
 
