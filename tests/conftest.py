@@ -144,16 +144,3 @@ def twins() -> Callable[..., tuple[MaskedDiffusion, MaskedDiffusion]]:
         return routed, dense
 
     return build
-
-
-@pytest.fixture
-def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CUDA kernels are emulated."""
-    from emulated import Emulated
-
-    from emoe.kernels import cuda
-
-    def kernel(file: str, device: int, shared: int, macros: tuple[tuple[str, int], ...]) -> Emulated:
-        return Emulated(file, shared, macros, tmp_path)
-
-    monkeypatch.setattr(cuda, "kernel", kernel)

@@ -398,7 +398,7 @@ def test_folders_that_are_not_whole(emoe_command: Command) -> None:
         "": "not readable as JSON",
         saved[:-20]: "not readable as JSON",
         "[]": "does not hold an experiment",
-        saved.replace('"schema": 1', '"schema": 99'): "schema 99 is not known to this version",
+        saved.replace('"schema": 2', '"schema": 99'): "schema 99 is not known to this version",
         saved.replace('"seed": 0', '"sead": 0'): "sead: unknown field of Experiment; did you mean 'seed'?",
         saved.replace('"mdlm"', '"mdlmm"', 1).replace('"kind": "mdlm"', '"kind": "mdlmm"'): "did you mean 'mdlm'?",
     }.items():

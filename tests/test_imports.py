@@ -21,8 +21,8 @@ from emoe.methods.base import MethodConfig
 
 PACKAGE = Path(emoe.__file__).parent
 
-BASE = ["config", "types", "rng", "ramps", "compiled"]
-PLAIN = ["results", "tables", "report", "grid", "files", "machine", "paper", "readme", "curves", "toy_report"]
+BASE = ["config", "types", "rng", "ramps", "files", "console", "kernels"]
+PLAIN = ["results", "tables", "report", "grid", "machine", "paper", "readme", "curves", "toy_report"]
 PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks", "image_blocks", "text_blocks"]
 EVERYTHING = ["*"]
 
@@ -30,7 +30,8 @@ EVERYTHING = ["*"]
 # if it ends in a star.
 LAYERS: dict[str, list[str]] = {
     "config": [],
-    "compiled": [],
+    "files": [],
+    "console": [],
     "kernels*": [],
     "types": [],
     "rng": [],
@@ -38,11 +39,11 @@ LAYERS: dict[str, list[str]] = {
     "metrics": ["types"],
     "diffusion*": BASE,
     "routing*": [*BASE, "diffusion.*"],
-    "backbones*": [*BASE, "diffusion.*", "routing.*", "kernels.aside"],  # no Triton there
+    "backbones*": [*BASE, "diffusion.*", "routing.*"],
     "methods*": [*BASE, "diffusion.*", "routing.*", "backbones.*"],
     "engine*": BASE,
     "domains*": [*BASE, "metrics"],
-    **{f"evaluation.{name}": [f"evaluation.{other}" for other in PLAIN] for name in PLAIN},
+    **{f"evaluation.{name}": ["files", "console", *(f"evaluation.{other}" for other in PLAIN)] for name in PLAIN},
     "exact": [*BASE, "diffusion.*", "routing.*", "backbones.*", "methods.*"],
     "evaluation.exact_toy": [
         *BASE,
@@ -58,7 +59,6 @@ LAYERS: dict[str, list[str]] = {
     "experiment": [*BASE, "engine.*", "backbones.base", "methods.base", "domains.base"],
     "evaluation*": [*BASE, "experiment", "methods.base", "domains.base"],
     "completion": [*BASE, "experiment", "methods.base", "domains.base", "evaluation.pools"],
-    "progress": ["engine.runlog", "evaluation.likelihood"],
     "recipes*": EVERYTHING,
     "runs": EVERYTHING,
     "pretrained": EVERYTHING,

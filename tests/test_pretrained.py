@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 import emoe
+from emoe import files as storage
 from emoe.backbones.unet import UNetConfig
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
 from emoe.domains.images import Digits, DigitsConfig, as_images, judge
-from emoe.engine import checkpoint, durable, tensorfile
+from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 from emoe.evaluation.evaluate import evaluate
 from emoe.methods.base import MaskedDiffusion
@@ -93,13 +94,13 @@ def copy(digits: Run, tmp_path: Path) -> Path:
 
 def seal(path: Path, content: dict[str, Any]) -> None:
     """A config whose seal is right, whatever it says."""
-    durable.write_sealed(path, {key: value for key, value in content.items() if key != "sha256"})
+    storage.write_sealed(path, {key: value for key, value in content.items() if key != "sha256"})
 
 
 def forge(folder: Path, data: bytes) -> None:
     """Other bytes in place of the weights, with a config that vouches for them."""
     (folder / "model.safetensors").write_bytes(data)
-    config = durable.read_sealed(folder / "config.json")
+    config = storage.read_sealed(folder / "config.json")
     config["file"] |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     seal(folder / "config.json", config)
 
@@ -164,7 +165,7 @@ def test_a_config_says_what_the_weights_are(digits: Run, copy: Path) -> None:
         "size": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
-    assert (config["schema"], config["name"], config["step"], config["weights"]) == (1, "digits-tiny", 5, "ema")
+    assert (config["schema"], config["name"], config["step"], config["weights"]) == (2, "digits-tiny", 5, "ema")
     assert (config["precision"], config["licence"], config["commit"]) == ("fp16", "Apache-2.0", "abc123")
     assert config["space"] == {"size": 3, "mask_id": 2, "length": 64}
     opened = from_pretrained(copy)
@@ -372,9 +373,9 @@ def test_wrong_tensors_are_named(copy: Path) -> None:
 
 
 def test_other_schemas_and_foreign_configs_are_refused(copy: Path) -> None:
-    config = durable.read_sealed(copy / "config.json")
-    seal(copy / "config.json", config | {"schema": 2})
-    with pytest.raises(NewerSchemaError, match="has schema 2, this version reads up to 1; update emoe"):
+    config = storage.read_sealed(copy / "config.json")
+    seal(copy / "config.json", config | {"schema": 3})
+    with pytest.raises(NewerSchemaError, match="has schema 3, this version reads up to 2; update emoe"):
         from_pretrained(copy)
     for broken in ({"schema": "x"}, {"space": {"size": 0, "mask_id": 0, "length": 1}}, {"file": None}, {"step": []}):
         seal(copy / "config.json", config | broken)
@@ -441,7 +442,7 @@ def test_a_full_disk_leaves_nothing(digits: Run, tmp_path: Path, monkeypatch: py
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable, "write_sealed", full)
+    monkeypatch.setattr(storage, "write_sealed", full)
     with pytest.raises(StorageError, match="cannot write the release 'digits-tiny', .*No space left"):
         release(digits.path, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

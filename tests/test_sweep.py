@@ -12,7 +12,7 @@ import pytest
 
 from emoe.cli import main
 from emoe.config import ConfigError
-from emoe.engine.runlog import Progress
+from emoe.console import Progress
 from emoe.evaluation.exact_toy import exact_rows
 from emoe.evaluation.results import Results
 from emoe.recipes import get_recipe

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from emoe import progress
+from emoe import console as progress
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.dit import DiTConfig
 from emoe.cli import main

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from emoe.cli import Parser
 from emoe.config import Config, ConfigError, allowed_range, hint, paths, to_dict, type_name
-from emoe.progress import LINE_SECONDS, meter, watched
+from emoe.console import LINE_SECONDS, count_calls, meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from emoe.evaluation.likelihood import Tick
+    from emoe.console import Tick
     from emoe.evaluation.pools import Pool
     from emoe.evaluation.results import Results, Row
     from emoe.judges import Comparison
@@ -323,7 +323,7 @@ def sampling(run: Run, rows: int, nfe: Sequence[int], label: str, *, quiet: bool
     calls = sum(nfe) * -(-rows // run.experiment.eval.batch)
     with (
         meter(calls, label, quiet=quiet, patience=LINE_SECONDS) as tick,
-        watched(run.method.backbone, tick),
+        count_calls(run.method.backbone, tick),
     ):
         yield
 
@@ -474,7 +474,7 @@ def exact_part(run: Run, nfe: Sequence[int]) -> list[Row]:
 
 def print_likelihoods(rows: Sequence[Row], conventions: list[Convention]) -> None:
     """One line for each run and named likelihood: nats per row with its standard error, other units, what it is."""
-    from emoe.evaluation.tables import console_table
+    from emoe.console import console_table
 
     lines = []
     for recipe, seed in dict.fromkeys((row.recipe, row.seed) for row in rows if row.convention is not None):
@@ -541,7 +541,7 @@ def cmd_verify(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(words)
     seed = parse_number("seed", args.seed, low=0, high=LARGEST_SEED)
-    from emoe.evaluation.tables import console_table
+    from emoe.console import console_table
     from emoe.methods.base import MaskedDiffusion
     from emoe.runs import load_run
     from emoe.verify import TINY, tiny_method, verify
@@ -764,7 +764,7 @@ def prepare_text(words: list[str]) -> int:
 @contextmanager
 def download_meter(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Show on standard error what is downloaded: a bar for each file on a terminal, else a line every few seconds."""
-    from emoe.engine.runlog import Progress
+    from emoe.console import Progress
 
     shown: dict[str, Progress] = {}
     told = time.monotonic()

@@ -15,14 +15,14 @@ import torch
 from emoe.backbones.base import BackboneConfig
 from emoe.config import Config, ConfigError, from_dict, option, override, to_dict
 from emoe.domains.base import DomainConfig
-from emoe.engine.durable import replace_file
 from emoe.engine.optim import OptimConfig
 from emoe.engine.trainer import TrainConfig
+from emoe.files import replace_file
 from emoe.methods.base import Method, MethodConfig, SamplerConfig
 from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
-SCHEMA = 1
+SCHEMA = 2
 # Layers initialise from torch's global generator; threads that build models at once must take turns.
 _GLOBAL_RANDOMNESS = threading.Lock()
 
@@ -80,12 +80,35 @@ class Experiment(Config):
         if not isinstance(data, dict):
             raise ConfigError([f"{path}: does not hold an experiment"])
         schema = data.pop("schema", None)
-        if schema != SCHEMA:
-            raise ConfigError([f"{path}: schema {schema!r} is not known to this version (it reads {SCHEMA})"])
+        if schema not in (1, SCHEMA):
+            raise ConfigError([f"{path}: schema {schema!r} is not known to this version (it reads 1 to {SCHEMA})"])
         try:
-            return from_dict(cls, data)
+            return from_dict(cls, migrate(data) if schema == 1 else data)
         except ConfigError as error:
             raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
+
+
+# Fields of schema 1 that are gone, with the value at which nothing is lost.
+DROPPED: dict[str, dict[str, Any]] = {"optim": {"scaled": None, "scale": 1.0}}
+LAST_SCHEMA_1 = "0.1.0"
+
+
+def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
+    """An experiment of schema 1 in the form of today.
+
+    Raises:
+        ConfigError: It uses an option that is gone.
+    """
+    tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in data.items()}
+    problems = []
+    for section, fields in DROPPED.items():
+        for name, neutral in fields.items():
+            value = tree.get(section, {}).pop(name, neutral)
+            if value != neutral:
+                problems.append(f"{section}.{name}: the option is gone, and the run has {value!r}; use {LAST_SCHEMA_1}")
+    if problems:
+        raise ConfigError(problems)
+    return tree
 
 
 # Fields that do not change what is trained, or of which results have a column of their own.

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 import emoe
+from emoe import files as storage
 from emoe.cli import Parser
 from emoe.config import ConfigError, from_dict, to_dict
 from emoe.domains.base import Domain
-from emoe.engine import checkpoint, durable, tensorfile
+from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 from emoe.evaluation.machine import source_commit
-from emoe.experiment import Experiment, customise
+from emoe.experiment import Experiment, customise, migrate
 from emoe.methods.base import Method
 from emoe.runs import OpenedRun, Weights, load_run, pick_device
 from emoe.types import TokenSpace
@@ -48,7 +49,7 @@ __all__ = [
 
 Precision = Literal["fp16", "bf16"]
 
-SCHEMA = 1
+SCHEMA = 2
 CONFIG, MODEL = "config.json", "model.safetensors"
 LICENCE = "Apache-2.0"
 PACKAGED = Path(__file__).with_name("weights")
@@ -184,9 +185,9 @@ def experiment_of(path: Path) -> Experiment:
 
 def _experiment(content: Mapping[str, Any], path: Path) -> Experiment:
     with _parsing(path / CONFIG):
-        tree = content["experiment"]
+        tree, schema = content["experiment"], int(content["schema"])
     try:
-        return from_dict(Experiment, tree)
+        return from_dict(Experiment, migrate(tree) if schema == 1 else tree)
     except ConfigError as error:
         raise ConfigError([f"{path / CONFIG}: {line}" for line in error.problems]) from None
 
@@ -365,15 +366,15 @@ def _portable(experiment: Experiment) -> Experiment:
 
 def _write(root: Path, name: str, data: bytes, config: Mapping[str, Any]) -> Path:
     """Both files under a temporary name, forced to the disk; the rename makes them real."""
-    durable.prepare(root)
+    storage.prepare(root)
     final, temporary = root / name, root / f".tmp-{name}-{os.getpid()}"
     try:
         temporary.mkdir()
-        durable.write_synced(temporary / MODEL, data)
-        durable.write_sealed(temporary / CONFIG, config)
-        durable.sync_folder(temporary)
+        storage.write_synced(temporary / MODEL, data)
+        storage.write_sealed(temporary / CONFIG, config)
+        storage.sync_folder(temporary)
         temporary.rename(final)
-        durable.sync_folder(root)
+        storage.sync_folder(root)
     except OSError as error:
         problem = f"cannot write the release {name!r}, {len(data)} bytes needed ({error})"
         raise StorageError(root, problem, "free space or make the folder writable") from error
@@ -385,7 +386,7 @@ def _write(root: Path, name: str, data: bytes, config: Mapping[str, Any]) -> Pat
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        content = durable.read_sealed(path)
+        content = storage.read_sealed(path)
     except StorageError as error:
         # What fits a checkpoint (take an older one) is no help here.
         raise StorageError(path, "is not what emoe release wrote: its SHA-256 does not match", AGAIN) from error
@@ -411,7 +412,7 @@ def _read_tensors(path: Path, size: int, sha256: str) -> dict[str, Tensor]:
     if path.stat().st_size != size:
         raise StorageError(path, f"has {path.stat().st_size} bytes instead of {size}", AGAIN)
     try:
-        return tensorfile.from_bytes(durable.read_verified(path, sha256))
+        return tensorfile.from_bytes(storage.read_verified(path, sha256))
     except StorageError as error:
         raise StorageError(path, "is damaged: its SHA-256 does not match", AGAIN) from error
     except ValueError as error:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from emoe.completion import Completion, Given, Keep, complete
 from emoe.config import ConfigError, to_dict
+from emoe.console import Progress
 from emoe.domains.base import Domain, Ink
 from emoe.engine import checkpoint
 from emoe.engine.distributed import joined, launched
 from emoe.engine.lock import RunLock
-from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
 from emoe.engine.trainer import FitResult, fit
 from emoe.experiment import Experiment, customise, differences

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 import emoe
+from emoe import files as storage
 from emoe.config import ConfigError
-from emoe.engine import checkpoint, durable, tensorfile
+from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 
 Groups = dict[str, dict[str, Tensor]]
@@ -79,7 +80,7 @@ def forge(folder: Path, name: str, data: bytes, **changes: Any) -> Path:
     (folder / name).write_bytes(data)
     entry = {"group": "model", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     content = {"schema": checkpoint.SCHEMA, "step": 1, "files": {name: entry}, "meta": {}}
-    durable.write_sealed(folder / checkpoint.MANIFEST, content | changes)
+    storage.write_sealed(folder / checkpoint.MANIFEST, content | changes)
     return folder
 
 
@@ -175,7 +176,7 @@ def test_sweep_spares_a_living_writer(tmp_path: Path) -> None:
     dead.wait()
     for pid in (dead.pid, os.getppid(), os.getpid()):
         (tmp_path / f".tmp-5-{pid}").mkdir()
-    durable.prepare(tmp_path)
+    storage.prepare(tmp_path)
     assert leftovers(tmp_path) == [f".tmp-5-{os.getppid()}"]
 
 
@@ -267,7 +268,7 @@ def test_a_file_size_limit_is_a_storage_error(children: tuple[Path, dict[str, in
 @pytest.mark.parametrize("victim", [*STAGES[:3], "manifest.json", "folder"])
 def test_disk_full_at_each_file(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    write, sync = durable.write_synced, durable.sync_folder
+    write, sync = storage.write_synced, storage.sync_folder
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def failing_write(path: Path, data: bytes) -> None:
@@ -281,8 +282,8 @@ def test_disk_full_at_each_file(tmp_path: Path, victim: str, monkeypatch: pytest
         sync(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "write_synced", failing_write)
-        patch.setattr(durable, "sync_folder", failing_sync)
+        patch.setattr(storage, "write_synced", failing_write)
+        patch.setattr(storage, "sync_folder", failing_sync)
         with pytest.raises(StorageError, match=r"step 2, \d+ bytes needed .*No space left") as caught:
             save(tmp_path, 2)
     assert str(tmp_path) in str(caught.value) and caught.value.exit_code == 5
@@ -294,7 +295,7 @@ def test_disk_full_at_each_file(tmp_path: Path, victim: str, monkeypatch: pytest
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     root.write_text("not a folder")
-    for attempt in (lambda: save(root, 1), lambda: durable.prepare(root)):
+    for attempt in (lambda: save(root, 1), lambda: storage.prepare(root)):
         with pytest.raises(StorageError, match="checkpoints"):
             attempt()
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from emoe.cli import main
+from emoe.console import Progress
 from emoe.engine import checkpoint
+from emoe.engine.metricslog import read_metrics
 from emoe.engine.optim import OptimConfig
-from emoe.engine.runlog import Progress, read_metrics
 from emoe.engine.trainer import GRACE, PATIENCE, DeadRun, TrainConfig, fit
 from emoe.methods.base import MaskedDiffusion
 from emoe.methods.emoe import EMoEConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import emoe
-from emoe.engine.durable import StorageError
 from emoe.engine.lock import RunBusy, RunLock
+from emoe.files import StorageError
 
 HOLD = """
 import sys

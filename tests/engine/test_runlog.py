@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from emoe.config import ConfigError
-from emoe.engine.durable import StorageError
-from emoe.engine.runlog import MetricsLog, Progress, TensorBoardLog, read_metrics
+from emoe.console import Progress
+from emoe.engine.metricslog import MetricsLog, read_metrics
+from emoe.engine.tensorboard import TensorBoardLog
+from emoe.files import StorageError
 
 
 def write(path: Path, first: int, last: int) -> None:

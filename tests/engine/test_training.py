@@ -19,8 +19,8 @@ from emoe.cli import main
 from emoe.config import ConfigError, override
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint, trainer
+from emoe.engine.metricslog import read_metrics
 from emoe.engine.optim import OptimConfig, ema_decay
-from emoe.engine.runlog import read_metrics
 from emoe.engine.stepper import Stepper
 from emoe.engine.trainer import MAX_SKIPPED_IN_ROW, NumericFailure, TrainConfig, fit
 from emoe.experiment import Experiment

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emoe import progress
+from emoe import console as progress
 from emoe.cli import main
 from emoe.evaluation.evaluate import make_row, method_name
 from emoe.evaluation.exact_toy import is_drawn, law_work, laws

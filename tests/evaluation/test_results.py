@@ -177,7 +177,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("emoe.evaluation.files.os.replace", broken)
+    monkeypatch.setattr("emoe.files.os.replace", broken)
     with pytest.raises(OSError, match="disk full"):
         record(path, run(), [row(seed=1)])
     assert path.read_bytes() == before and [entry.name for entry in tmp_path.iterdir()] == ["toy.json"]

@@ -6,15 +6,12 @@ import builtins
 
 import pytest
 
+from emoe.console import console_table, plain_table
 from emoe.evaluation.grid import best_places, metric_grid, toy_grid
 from emoe.evaluation.results import Results, ResultsError, Row, RunInfo
 from emoe.evaluation.tables import (
-    console_table,
-    grid_latex,
     grid_markdown,
-    latex,
     markdown_table,
-    plain_table,
     print_grid,
     toy_note,
     toy_table,
@@ -153,17 +150,6 @@ def test_markdown_cells_cannot_break_the_table():
     assert markdown_table(["a", "b"], [["x|y", "1\n2"]]) == "| a | b |\n|---|---:|\n| x\\|y | 1<br>2 |\n"
     with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
         markdown_table(["a", "b"], [["x"]])
-
-
-def test_latex():
-    text = grid_latex(toy_grid(toy_results()))
-    assert r"& \multicolumn{2}{c}{8-modes} & \multicolumn{2}{c}{Swiss-roll} \\" in text
-    assert r"\cmidrule(lr){2-3}\cmidrule(lr){4-5}" in text
-    assert r"E-MoE & \textbf{88.0}\,{\scriptsize$\pm$0.6} \emph{(94.4)}" in text
-    assert r"VADD & --- \emph{(91.8)}" in text
-    body = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert {line.count("&") for line in body[1:]} == {4}
-    assert latex(r"a_b & 50% \ {x}") == r"a\_b \& 50\% \textbackslash{} \{x\}"
 
 
 def test_console_with_and_without_rich(capsys, monkeypatch):

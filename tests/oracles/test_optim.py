@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emoe.config import ConfigError
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
 from emoe.engine.stepper import Stepper
 from emoe.ramps import Linear
@@ -203,22 +202,3 @@ def test_stepper_hands_over_the_numbers_of_the_step(start: int):
         assert stepper.optimizer.adam.param_groups[0]["lr"].item() == pytest.approx(numbers["lr"], rel=1e-6)
         assert stepper.optimizer.ema_decay.item() == pytest.approx(numbers["ema_decay"], rel=1e-6)
     assert module.seen == pytest.approx([step / total for step in range(start, start + 5)], rel=1e-6)
-
-
-def test_a_learning_rate_of_their_own_for_named_parameters():
-    """With gradients of one Adam's step is the learning rate, times the scale where that holds."""
-    module = torch.nn.ModuleDict({"gate": torch.nn.Linear(3, 2), "other": torch.nn.Linear(3, 2)})
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    config = OptimConfig(lr=0.01, clip=None, scaled="gate", scale=5.0)
-    lr = torch.tensor(0.01)
-    optimizer = Optimizer(module, config, ema=0.0, lr=lr, ema_decay=torch.tensor(0.0))
-    for p in module.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step(torch.tensor(0.0))
-    lr.fill_(0.002)  # a schedule moves both
-    optimizer.step(torch.tensor(0.0))
-    for name, p in module.named_parameters():
-        factor = 5 if name.startswith("gate") else 1
-        torch.testing.assert_close(before[name] - p, torch.full_like(p, factor * 0.012), rtol=1e-4, atol=1e-7)
-    with pytest.raises(ConfigError, match="scaled: no parameter has 'nobody'"):
-        Optimizer(module, OptimConfig(scaled="nobody"), ema=0.0, lr=lr, ema_decay=torch.tensor(0.0))

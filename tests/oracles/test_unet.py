@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from emoe.backbones import unet
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.layers import Router
 from emoe.backbones.unet import UNet, UNetConfig, as_map, as_rows
 from emoe.config import ConfigError
-from emoe.kernels.aside import Aside
 from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
@@ -159,8 +157,8 @@ def test_a_residual_block_starts_as_its_skip_and_routers_start_undecided():
     network = sizes().build(image_space(), Wants(experts=3))
     first, joined = network.blocks[0].residual, network.blocks[4].residual
     h, wide, cond = torch.randn(2, 8, 4, 4), torch.randn(2, 16, 4, 4), torch.randn(2, 16)
-    assert torch.equal(first(h, lambda: cond, unet.Lent(first, h)), h)
-    assert torch.equal(joined(wide, lambda: cond, unet.Lent(joined, wide)), joined.skip(wide))
+    assert torch.equal(first(h, cond), h)
+    assert torch.equal(joined(wide, cond), joined.skip(wide))
     x0, _, t = batch(dtype=torch.float32)
     assert all((block == 0).all() for block in network(x0, t, route=greedy()).route_logits)
 
@@ -181,7 +179,7 @@ def test_a_residual_block_is_its_formula(build):
     film = (cond @ block.film.weight.T)[..., None, None]
     u = norm(block.conv_in(silu(norm(h, block.norm_in))), block.norm_out)
     want = block.skip(h) + block.conv_out(silu((1 + film[:, :8]) * u + film[:, 8:]))
-    assert torch.allclose(block(h, lambda: block.film(cond), unet.Lent(block, h)), want, atol=1e-12)
+    assert torch.allclose(block(h, block.film(cond)), want, atol=1e-12)
 
 
 def test_router_logits_are_normalised_then_capped(scramble):
@@ -485,27 +483,3 @@ def test_routes_of_images_with_few_masks_are_averaged():
         first, second = (method.denoise(xt, torch.full((4,), 0.5), Rng(seed)).log_x_theta for seed in (0, 1))
     same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert same == [True, True, False, False]
-
-
-def test_parameters_are_lent_with_their_gradients():
-    generator = torch.Generator().manual_seed(5)
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((4, 3, 3, 3), (4,), (2,))]
-    scales = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
-    lent = unet._Lend.apply(Aside(), *leaves)
-    assert all(torch.equal(a, b) for a, b in zip(lent, leaves, strict=True))
-    found = torch.autograd.grad(sum((lent[i] * scales[i]).sum() for i in (0, 1)), leaves, allow_unused=True)
-    assert torch.equal(found[0], scales[0]) and torch.equal(found[1], scales[1])
-    assert found[2] is None  # who was not read gets no gradient
-
-
-def test_weights_are_rounded_for_products_alone(monkeypatch):
-    monkeypatch.setattr(unet, "_fused", lambda h: unet)
-    monkeypatch.setattr(unet, "product_dtype", lambda like: torch.bfloat16)
-    block = unet.Residual(16, 8, 4, 0)
-    lent = unet.Lent(block, torch.zeros(()))
-    for conv in (block.conv_in, block.conv_out, block.skip):
-        assert torch.equal(lent.rounded(conv.weight), conv.weight.bfloat16()) and torch.equal(
-            lent(conv.weight), conv.weight
-        )
-        assert lent(conv.weight).requires_grad and not lent.rounded(conv.weight).requires_grad
-    assert torch.equal(lent(block.norm_in.weight), block.norm_in.weight)

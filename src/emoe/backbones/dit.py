@@ -18,10 +18,10 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import Dropout, RoutedMLP, held, kept, time_features
-from emoe.compiled import compiled
 from emoe.config import ConfigError, option
 from emoe.diffusion.chunks import product_dtype
 from emoe.diffusion.masking import NEG_INF
+from emoe.kernels import compiled
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 

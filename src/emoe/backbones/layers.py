@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from emoe.compiled import compiled, kernels
 from emoe.config import ConfigError
 from emoe.diffusion.masking import NEG_INF
+from emoe.kernels import compiled
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
 from emoe.types import Gate, Route
 
@@ -104,11 +103,6 @@ def dropout_from(module: nn.Module, generator: torch.Generator) -> Iterator[None
             part.generator = old
 
 
-def _fused(x: Tensor) -> ModuleType | None:
-    """Kernels for routers, on a GPU."""
-    return kernels("router") if x.is_cuda else None
-
-
 class Router(nn.Linear):
     """A linear router over experts, with optional LayerNorms before it and on its logits, and a soft cap on these.
 
@@ -140,10 +134,7 @@ class Router(nn.Linear):
 
     def forward(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
-        norm, fused = self.logit_norm, _fused(x)
-        if fused is not None and self.norm is None and fused.fits(x, self.weight):
-            shape = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-            return fused.logits(x, self.weight, self.bias, *shape, self.cap)
+        norm = self.logit_norm
         logits = super().forward(x if self.norm is None else self.norm(x))
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if norm is None:

@@ -8,10 +8,9 @@ as rows (B, P, C) are a view.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,10 +19,8 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import RoutedMLP, held, kept, time_features, token_logits
-from emoe.compiled import kernels
 from emoe.config import ConfigError, option
-from emoe.diffusion.chunks import product_dtype
-from emoe.kernels.aside import Aside, ahead
+from emoe.kernels import kernel
 from emoe.routing.experts import Dispatch
 from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
 
@@ -95,170 +92,23 @@ def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, channels, 3, stride=stride, padding=1)
 
 
-# --- What stands between convolutions: plain, or by kernels of `emoe.kernels.maps` on a GPU ---------------------
-
-
-def _fused(h: Tensor) -> ModuleType | None:
-    """The kernels, where a map lies on a GPU and has a precision that they know."""
-    return kernels("maps") if h.is_cuda and h.dtype != torch.float64 else None
-
-
-class _Lend(torch.autograd.Function):
-    """Parameters for one pass, whose gradients are computed beside the rest, and are complete from here on."""
-
-    @staticmethod
-    def forward(ctx: Any, aside: Aside, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.aside = aside
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.aside.join()
-        return None, *grads
-
-
-class _OneGradient(torch.autograd.Function):
-    """A bias, whose gradient is another one's, too: both are added to the same map."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, other: Tensor) -> Tensor:
-        return bias.view_as(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad
-
-
-class Lent:
-    """The parameters of convolutions, norms and embeddings as one pass uses them; without the kernels, as they are.
-
-    A pass may read each of them once: gradients of two readings would be added up before the streams have joined.
-
-    Args:
-        module: Whose parameters they are.
-        like: A tensor in the precision and on the device of the pass.
-        head: A linear layer that is treated as a convolution, too; see `classified`.
-    """
-
-    def __init__(self, module: nn.Module, like: Tensor, head: nn.Linear | None = None):
-        self.aside: Aside | None = None
-        self._made: dict[int, Tensor] = {}
-        self._rounded: dict[int, Tensor] = {}
-        if _fused(like) is None:
-            return
-        self.aside = Aside()
-        kinds = nn.Conv2d | nn.GroupNorm | nn.Embedding
-        parts = [part for part in module.modules() if part is head or isinstance(part, kinds)]
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        lent = _Lend.apply(self.aside, *parameters)
-        self._made = {id(p): tensor for p, tensor in zip(parameters, lent, strict=True)}
-        half = product_dtype(like)
-        if half != like.dtype:
-            weights = [part.weight for part in parts if isinstance(part, nn.Conv2d | nn.Linear)]
-            rounded = [torch.empty_like(weight, dtype=half) for weight in weights]
-            with torch.no_grad():
-                torch._foreach_copy_(rounded, weights)  # by one kernel
-            self._rounded = {id(weight): tensor for weight, tensor in zip(weights, rounded, strict=True)}
-
-    def __call__(self, parameter: Tensor | None) -> Any:
-        """What stands for a parameter."""
-        return self._made.get(id(parameter), parameter)
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        """The weights of a convolution in the precision of products; their gradient is that of what stands for them."""
-        return self._rounded.get(id(weight), weight)
-
-    def both(self, bias: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for two biases of one map; only the first has a gradient to be computed."""
-        if not self._made:
-            return bias, other
-        mine, others = self(bias), self(other)
-        return _OneGradient.apply(mine, others), others.detach()
-
-
-def convolved(
-    conv: nn.Module, h: Float[Tensor, "B I H W"], lent: Lent, *, bias: bool | Tensor = True, skip: Tensor | None = None
-) -> Float[Tensor, "B C _H _W"]:
-    """A convolution, with its bias and another map added.
-
-    `bias` is for fused kernels alone: False leaves it out, to be added later; a tensor is what `lent` gave for it.
-    """
-    assert isinstance(conv, nn.Conv2d)
-    fused = _fused(h)
-    if fused is None:
-        made = conv(h)
-        return made if skip is None else skip + made
-    rounded = lent.rounded(conv.weight)
-    added = bias if isinstance(bias, Tensor) else lent(conv.bias) if bias else None
-    return fused.convolution(
-        h.to(rounded.dtype),
-        lent(conv.weight),
-        added,
-        skip,
-        rounded=rounded,
-        stride=conv.stride[0],
-        padding=conv.padding[0],
-        aside=lent.aside,
-    )
-
-
-def classified(head: nn.Linear, h: Float[Tensor, "B C H W"], lent: Lent) -> Float[Tensor, "B P V"]:
-    """A linear layer at every position."""
-    fused = _fused(h)
-    if fused is None:
-        return head(as_rows(h))
-    rounded, tap = (weight[:, :, None, None] for weight in (lent.rounded(head.weight), lent(head.weight)))
-    h = fused.convolution(h.to(rounded.dtype), tap, lent(head.bias), rounded=rounded, padding=0, aside=lent.aside)
-    return as_rows(h)
-
-
-def joined(
-    conv: nn.Module, h: Float[Tensor, "B I H W"], skip: Float[Tensor, "B C _H _W"], lent: Lent
-) -> Float[Tensor, "B _2C _H _W"]:
-    """A convolution with its bias, and another map beside it."""
-    fused = _fused(h)
-    if fused is None:
-        return torch.cat([convolved(conv, h, lent), skip], dim=1)
-    assert isinstance(conv, nn.Conv2d)
-    return fused.join_bias(convolved(conv, h, lent, bias=False), lent(conv.bias), skip)
-
-
-def embed(token: nn.Embedding, x: Int[Tensor, "B L"], lent: Lent) -> Float[Tensor, "B L C"]:
-    """Embeddings of few symbols; on a GPU in the precision of convolutions."""
-    fused = _fused(token.weight)
-    return token(x) if fused is None else fused.embed(x, lent(token.weight), product_dtype(token.weight))
-
-
 def norm_silu(
-    norm: nn.GroupNorm,
-    h: Float[Tensor, "B C H W"],
-    lent: Lent,
-    *,
-    film: Float[Tensor, "B _2C"] | None = None,
-    bias: Float[Tensor, " C"] | None = None,
-) -> tuple[Float[Tensor, "B C H W"], Float[Tensor, "B C H W"]]:
-    """SiLU((1 + s) norm(h + bias) + m), where film = [s, m], in the precision of h, channels_last; and h to go on with.
-
-    `bias` is for the fused kernels alone: that of a convolution which left it out.
-    """
-    fused = _fused(h)
+    norm: nn.GroupNorm, h: Float[Tensor, "B C H W"], film: Float[Tensor, "B _2C"] | None = None
+) -> Float[Tensor, "B C H W"]:
+    """SiLU((1 + scale) norm(h) + shift), where film = [scale, shift], in the precision of h, channels_last."""
+    fused = kernel("norm", h)
     if fused is not None:
-        weight, shift = lent(norm.weight), lent(norm.bias)
-        return fused.norm_silu(h, weight, shift, norm.num_groups, bias=lent(bias), film=film, aside=lent.aside)
+        return fused.norm_silu(h, norm.weight, norm.bias, norm.num_groups, film)
     v = norm(h)
     if film is not None:
         scale, shift = film[..., None, None].chunk(2, dim=1)
         v = (1 + scale) * v + shift
     # GroupNorm on a GPU leaves channels_last and half precision: back to them
-    return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last), h
+    return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last)
 
 
 def doubled(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
     """Each pixel copied to 2x2; autocast would make single precision of it."""
-    fused = _fused(h)
-    if fused is not None:
-        return fused.doubled(h)
     with torch.autocast(h.device.type, enabled=False):
         return nnf.interpolate(h, scale_factor=2, mode="nearest")
 
@@ -283,37 +133,22 @@ class Residual(nn.Module):
         nn.init.zeros_(self.conv_out.bias)
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
-    def forward(
-        self, h: Float[Tensor, "B I H W"], film: Callable[[], Float[Tensor, "B _2C"]] | None, lent: Lent
-    ) -> Float[Tensor, "B C H W"]:
-        """Features of the same side; the film is asked for as late as can be."""
-        u, h = norm_silu(self.norm_in, h, lent)
-        u = convolved(self.conv_in, u, lent, bias=False)
-        v, _ = norm_silu(self.norm_out, u, lent, film=None if film is None else film(), bias=self.conv_in.bias)
-        if self.skip is None:
-            return convolved(self.conv_out, v, lent, skip=h)
-        assert self.conv_out.bias is not None and self.skip.bias is not None
-        bias, other = lent.both(self.conv_out.bias, self.skip.bias)
-        return convolved(self.conv_out, v, lent, bias=bias, skip=convolved(self.skip, h, lent, bias=other))
+    def forward(self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Float[Tensor, "B C H W"]:
+        """Features of the same side."""
+        u = self.conv_in(norm_silu(self.norm_in, h))
+        u = self.conv_out(norm_silu(self.norm_out, u, film))
+        return (h if self.skip is None else self.skip(h)) + u
 
 
 @dataclass
 class Flow:
     """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
 
-    all_films: Callable[[], Float[Tensor, "B _F"]]  # scale and shift of all blocks, side by side
+    films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
     route: Route | None
-    lent: Lent
-    films: list[Float[Tensor, "B _2C"]] = field(default_factory=list)  # of the blocks to come, from the first film on
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
     logits: list[Tensor] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
-
-    def film(self) -> Float[Tensor, "B _2C"]:
-        """Scale and shift of the next block."""
-        if not self.films:
-            self.films = list(self.all_films().chunk(len(JOINED), dim=-1))
-        return self.films.pop(0)
 
     def take(self, logits: Float[Tensor, "B P E"], gate: Gate) -> None:
         """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
@@ -351,7 +186,7 @@ class Block(nn.Module):
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
-        h = self.residual(h, flow.film, flow.lent)
+        h = self.residual(h, flow.films.pop(0))
         if self.branch is None:
             return h
         if flow.route is None:
@@ -411,24 +246,22 @@ class UNet(Backbone):
         route: Route | None = None,
     ) -> BackboneOut:
         """See `Backbone.forward`."""
-        films = ahead(self._films, t, cond)
-        lent = Lent(self, self.token.weight, self.head)
-        rows = embed(self.token, x, lent)
+        rows = self.token(x)
         if self.mark is not None and marks is not None:
             rows = rows + marks[..., None].to(rows.dtype) * self.mark
-        flow = Flow(films, route, lent)
+        flow = Flow(list(self._films(t, cond).chunk(len(JOINED), dim=-1)), route)
         blocks = iter(self.blocks)
-        h = next(blocks)(convolved(self.stem, as_map(rows), flow.lent), flow)
+        h = next(blocks)(self.stem(as_map(rows)), flow)
         flow.skips.append(h)
         for down in self.down:
-            h = next(blocks)(convolved(down, h, flow.lent), flow)
+            h = next(blocks)(down(h), flow)
             flow.skips.append(h)
         h = next(blocks)(h, flow)
         h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         for up in self.up:
-            h = next(blocks)(joined(up, doubled(h), flow.skips.pop(), flow.lent), flow)
+            h = next(blocks)(torch.cat([up(doubled(h)), flow.skips.pop()], dim=1), flow)
         h = next(blocks)(h, flow)
-        logits = token_logits(classified(self.head, norm_silu(self.norm, h, flow.lent)[0], flow.lent), self.mask_id)
+        logits = token_logits(self.head(as_rows(norm_silu(self.norm, h))), self.mask_id)
         return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
@@ -483,11 +316,10 @@ class Encoder(nn.Module):
     ) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         dtype = self.token.weight.dtype
-        lent = Lent(self, self.token.weight)
-        rows = embed(self.token, x0, lent) + marks[..., None].to(dtype) * self.mark
+        rows = self.token(x0) + marks[..., None].to(dtype) * self.mark
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
-        h = convolved(self.stem, as_map(rows), lent)
+        h = self.stem(as_map(rows))
         for down, block in zip(self.down, self.blocks, strict=True):
-            h = block(convolved(down, h, lent), None, lent)
-        pooled = self.head(norm_silu(self.norm, h, lent)[0].mean((2, 3)))
+            h = block(down(h), None)
+        pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
         return pooled if pooled.dtype == torch.float64 else pooled.float()

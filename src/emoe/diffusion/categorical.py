@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.compiled import compiled
+from emoe.kernels import compiled
 
 # Uniforms of 0 and 1 would give infinite noise; 53 bits hold everything in between.
 _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from emoe.compiled import kernels
+from emoe.kernels import kernel
 
 ALIGNED = 8  # logits; rows of 16-bit numbers that begin at other places make products on a GPU three times as long
 LEAST_ROWS = 64  # from which on the masked share of a batch is so near to a half that one can count on it
@@ -96,7 +95,7 @@ class _TotalAndTarget(torch.autograd.Function):
         dtype = product_dtype(h)
         totals, chosen = [], []
         w, b = _aligned(weight, bias, dtype)
-        fused = _fused(h)
+        fused = kernel("head", h)
         for part, y in zip(h.split(chunk), target.split(chunk), strict=True):
             if fused is not None:
                 both = fused.total_and_target(nnf.linear(part.to(dtype), w, b), y)
@@ -117,7 +116,7 @@ class _TotalAndTarget(torch.autograd.Function):
         w, b = _aligned(weight, bias, ctx.dtype)
         grad_h, size = torch.empty_like(h), len(weight)
         grad_weight, grad_bias = weight.new_zeros(w.shape), bias.new_zeros(b.shape)
-        fused = _fused(h)
+        fused = kernel("head", h)
         for start in range(0, len(h), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             part = h[here].to(ctx.dtype)
@@ -148,11 +147,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else x.dtype
-
-
-def _fused(h: Tensor) -> ModuleType | None:
-    """Kernels that read logits once, where h lies on a GPU and has a precision that they know."""
-    return kernels("head") if h.is_cuda and h.dtype != torch.float64 else None
 
 
 def _logits(h: Float[Tensor, "N K"], weight: Float[Tensor, "V K"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from emoe.compiled import compiled
 from emoe.diffusion.categorical import draw_categorical
+from emoe.kernels import compiled
 from emoe.types import TokenSpace
 
 NEG_INF = float("-inf")

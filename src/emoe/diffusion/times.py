@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from emoe.compiled import compiled
+from emoe.kernels import compiled
 
 
 def stratified_times(

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emoe import files as storage
 from emoe.config import ConfigError
-from emoe.engine import durable, tensorfile
-from emoe.engine.durable import DAMAGED, StorageError
+from emoe.engine import tensorfile
+from emoe.files import DAMAGED, StorageError
 
 __all__ = ["Checkpoint", "NewerSchemaError", "StorageError", "latest", "load", "load_latest", "save"]
 
@@ -84,28 +85,28 @@ def save(
     final, temporary = root / f"step-{step:09d}", root / f".tmp-{step}-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        durable.sweep(root)
+        storage.sweep(root)
         # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
         if final.exists() and _is_valid(final, thorough=True):
             return final
         temporary.mkdir()
         content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta)}
         content["files"] = _write_tensors(temporary, tensors, max_file_bytes)
-        durable.fault("before-manifest")
-        durable.write_sealed(temporary / MANIFEST, content)
-        durable.sync_folder(temporary)
-        durable.fault("before-rename")
+        storage.fault("before-manifest")
+        storage.write_sealed(temporary / MANIFEST, content)
+        storage.sync_folder(temporary)
+        storage.fault("before-rename")
         if final.exists():
-            durable.discard(final)
+            storage.discard(final)
         temporary.rename(final)
-        durable.sync_folder(root)
+        storage.sync_folder(root)
     except OSError as error:
         needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
         problem = f"cannot write the checkpoint of step {step}, {needed} bytes needed ({error})"
         raise StorageError(root, problem, "free space or make the folder writable, then resume") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    durable.fault("after-rename")
+    storage.fault("after-rename")
     _prune(root, step, keep)
     return final
 
@@ -170,7 +171,7 @@ def _write_tensors(
         for index, names in enumerate(shards, 1):
             suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             data = tensorfile.to_bytes({name: members[name] for name in names})
-            durable.write_synced(folder / f"{group}{suffix}.safetensors", data)
+            storage.write_synced(folder / f"{group}{suffix}.safetensors", data)
             digest = hashlib.sha256(data).hexdigest()
             files[f"{group}{suffix}.safetensors"] = {"group": group, "size": len(data), "sha256": digest}
     return files
@@ -189,7 +190,7 @@ def _step_of(folder: Path) -> int:
 def _read_manifest(folder: Path) -> tuple[int, dict[str, Any], dict[str, _File]]:
     """Step, meta and files, once the seal, the schema and the presence and sizes of the files are checked."""
     path = folder / MANIFEST
-    content = durable.read_sealed(path)
+    content = storage.read_sealed(path)
     try:
         if content["schema"] > SCHEMA:
             problem = f"has schema {content['schema']}, this release reads up to {SCHEMA}"
@@ -210,7 +211,7 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, Any], dict[str, _File]]
 
 def _read_tensors(path: Path, entry: _File) -> dict[str, Tensor]:
     try:
-        return tensorfile.from_bytes(durable.read_verified(path, entry.sha256))
+        return tensorfile.from_bytes(storage.read_verified(path, entry.sha256))
     except ValueError as error:
         raise StorageError(path, str(error), DAMAGED) from error
 
@@ -220,7 +221,7 @@ def _is_valid(folder: Path, *, thorough: bool = False) -> bool:
     try:
         _, _, files = _read_manifest(folder)
         for name in files if thorough else ():
-            durable.read_verified(folder / name, files[name].sha256)
+            storage.read_verified(folder / name, files[name].sha256)
     except NewerSchemaError:
         raise
     except StorageError:
@@ -237,6 +238,6 @@ def _prune(root: Path, step: int, keep: int) -> None:
     valid = [folder for folder in upto if _is_valid(folder)]
     for folder in upto[: upto.index(valid[-keep])] if len(valid) >= keep else []:
         try:
-            durable.discard(folder)
+            storage.discard(folder)
         except OSError as error:  # the new checkpoint is safe, so this must not end a run
             _log.warning("%s: could not be removed (%s)", folder, error.strerror)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from emoe.engine.durable import StorageError
+from emoe.files import StorageError
 
 
 class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder

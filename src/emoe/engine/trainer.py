@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from emoe.config import Config, option
+from emoe.console import Progress
 from emoe.engine import checkpoint
 from emoe.engine.distributed import World
-from emoe.engine.durable import prepare
 from emoe.engine.lock import RunLock
+from emoe.engine.metricslog import MetricsLog, read_metrics
 from emoe.engine.optim import OptimConfig
-from emoe.engine.runlog import MetricsLog, Progress, TensorBoardLog, read_metrics
 from emoe.engine.signals import StopSignal
 from emoe.engine.stepper import Precision, Stepper
+from emoe.engine.tensorboard import TensorBoardLog
+from emoe.files import prepare
 from emoe.ramps import Ramp
 from emoe.rng import Rng
 

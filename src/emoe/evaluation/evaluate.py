@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from emoe.console import Tick
 from emoe.domains.base import Domain
-from emoe.evaluation.likelihood import Tick, likelihoods
+from emoe.evaluation.likelihood import likelihoods
 from emoe.evaluation.pools import Pool, draw_pool
 from emoe.evaluation.results import Row
 from emoe.experiment import Experiment

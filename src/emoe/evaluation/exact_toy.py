@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from emoe.config import ConfigError
+from emoe.console import Tick
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
 from emoe.evaluation.evaluate import make_row
-from emoe.evaluation.likelihood import Tick
 from emoe.evaluation.results import Row
 from emoe.exact import NODES, SAMPLES, chain_laws, kl_data_model
 from emoe.experiment import Experiment

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int, Integer
 from torch import Tensor
 
+from emoe.console import Tick
 from emoe.methods.base import MaskedDiffusion, Method
 from emoe.rng import Rng, derive_seed
 from emoe.types import Convention, Measurement
 
 ROWS, LOGITS = 4096, 2**28  # rows of a call, and the most numbers that its logits may be
-Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
 def default_conventions(method: Method) -> list[Convention]:

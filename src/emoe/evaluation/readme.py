@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import DATA, METHODS, REFERENCES, measure, plain_recipe, table_rows, toy_grid
 from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, load_once, mean_over_seeds
 from emoe.evaluation.tables import markdown_table, seeds_and_samples, toy_note, toy_table
+from emoe.files import replace_file
 
 Generator = Callable[[Path], str]
 GENERATORS: dict[str, Generator] = {}
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             print(f"{path}: {name} {'is out of date' if options.check else 'updated'}")
         if names and not options.check:
-            write_atomically(path, fresh)
+            replace_file(path, fresh)
     if options.check and stale:
         print("run `python -m emoe.evaluation.readme` to bring them up to date")
     return int(options.check and stale > 0)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from emoe.evaluation.curves import Curves, curves_html
-from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import Cell, best_places
+from emoe.files import replace_file
 
 __all__ = ["Beside", "Curves", "Picture", "Section", "Table", "Text", "write_report"]
 
@@ -92,7 +92,7 @@ def write_report(path: str | Path, title: str, sections: Sequence[Section]) -> N
 </body>
 </html>
 """
-    write_atomically(path, page)
+    replace_file(path, page)
 
 
 def _section(section: Section) -> str:

@@ -19,8 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from emoe.evaluation.files import locked, write_atomically
 from emoe.evaluation.machine import describe_machine as describe_machine
+from emoe.files import locked, replace_file
 
 T = TypeVar("T")
 IDENTITY = ("task", "data", "method", "recipe", "seed", "nfe", "metric", "convention")
@@ -225,7 +225,7 @@ class Results:
         """Write the file whole or not at all, a line per row; equal results give equal bytes."""
         runs = ",\n".join(f"  {json.dumps(name)}: {_line(self.runs[name])}" for name in sorted(self.runs))
         rows = ",\n".join(f"  {_line(row)}" for row in self.rows)
-        write_atomically(path, f'{{\n "runs": {{\n{runs}\n }},\n "rows": [\n{rows}\n ]\n}}\n')
+        replace_file(path, f'{{\n "runs": {{\n{runs}\n }},\n "rows": [\n{rows}\n ]\n}}\n')
 
     def select(self, **filters: Any) -> list[Row]:
         """Rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""

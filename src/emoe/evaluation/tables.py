@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from emoe.console import console_table
 from emoe.evaluation.grid import DATA, REFERENCES, Cell, Grid, measure, table_rows, toy_grid
 from emoe.evaluation.results import Results, Row
 
@@ -146,77 +147,3 @@ def _markdown_cell(cell: Cell, digits: int, best: bool) -> str:
 def _plain_cell(cell: Cell, digits: int, best: bool) -> str:
     mean, error = _ours(cell, digits)
     return mean + ("*" if best else "") + error + ("" if cell.paper is None else f"\n({cell.paper:.{digits}f})")
-
-
-def console_table(header: Sequence[str], rows: Rows, *, title: str = "") -> None:
-    """Print a table to the terminal: drawn by rich if it is there, else aligned with spaces."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        print(plain_table(header, rows, title=title), end="")
-        return
-    tall = any("\n" in cell for row in rows for cell in row)
-    table = Table(title=title or None, title_justify="left", show_lines=tall)
-    for place, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    # Never narrower than the table: squeezed into a small window rich cuts digits off.
-    needed = Console(width=10_000).measure(table).maximum
-    Console(width=max(Console().width, needed)).print(table)
-
-
-def plain_table(header: Sequence[str], rows: Rows, *, title: str = "") -> str:
-    """A table in plain text; a line end inside a cell becomes a space."""
-    lines = [[cell.replace("\n", " ") for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in pairs).rstrip()
-        for pairs in (enumerate(zip(line, widths, strict=True)) for line in lines)
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([title] * bool(title) + text) + "\n"
-
-
-def grid_latex(grid: Grid) -> str:
-    """A grid as a LaTeX `tabular` (package booktabs), laid out like the paper's."""
-    best, digits = grid.best(), measure(grid.metric).digits
-    names = list(dict.fromkeys(column.data for column in grid.columns))
-    spans = [sum(column.data == name for column in grid.columns) for name in names]
-    starts = [2 + grid.conventions + sum(spans[:place]) for place in range(len(spans))]
-    extra = ["Convention"] if grid.conventions else []
-    numbers = [f"${column.nfe}$" if column.nfe is not None else "" for column in grid.columns]
-    lines = [
-        rf"\begin{{tabular}}{{{'l' * (1 + len(extra))}{'c' * len(grid.columns)}}}",
-        r"\toprule",
-        " & ".join(
-            ["", *[""] * len(extra)]
-            + [rf"\multicolumn{{{n}}}{{c}}{{{latex(DATA.get(d, d))}}}" for d, n in zip(names, spans, strict=True)]
-        ).strip()
-        + r" \\",
-        "".join(rf"\cmidrule(lr){{{a}-{a + n - 1}}}" for a, n in zip(starts, spans, strict=True)),
-        " & ".join(["NFE", *extra, *numbers]) + r" \\",
-        r"\midrule",
-    ]
-    for number, line in enumerate(grid.lines):
-        if line.reference and (number == 0 or not grid.lines[number - 1].reference):
-            lines.append(r"\midrule")
-        cells = [_latex_cell(cell, digits, (number, place) in best) for place, cell in enumerate(line.cells)]
-        head = [latex(line.label), *([latex(line.convention or "")] if extra else [])]
-        lines.append(" & ".join(head + cells) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def _latex_cell(cell: Cell, digits: int, best: bool) -> str:
-    mean, error = _ours(cell, digits)
-    mean = "---" if cell.value is None else rf"\textbf{{{mean}}}" if best else mean
-    error = rf"\,{{\scriptsize$\pm${error[2:]}}}" if error else ""
-    return mean + error + ("" if cell.paper is None else rf" \emph{{({cell.paper:.{digits}f})}}")
-
-
-def latex(text: str) -> str:
-    """Text with the characters escaped that LaTeX would act on."""
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(special.get(char) or (f"\\{char}" if char in "&%$#_{}" else char) for char in text)

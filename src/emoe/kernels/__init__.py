@@ -1,1 +1,76 @@
-"""Triton kernels, for GPUs alone: each stands beside a plain form elsewhere in the package that computes the same."""
+"""Fast forms of plain functions for a GPU: Triton kernels and `torch.compile`, chosen once in a process.
+
+Every kernel has a plain form next to its only caller, and a test that compares the two. `EMOE_FUSED=0` selects plain
+PyTorch everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+SHAPES = 64  # forms of one function that may be compiled in a process
+
+
+@functools.cache
+def enabled() -> bool:
+    """Whether Triton is installed and EMOE_FUSED is not 0."""
+    return importlib.util.find_spec("triton") is not None and os.environ.get("EMOE_FUSED") != "0"
+
+
+def describe(device: torch.device) -> str:
+    """The choice of this process, for a log."""
+    if device.type != "cuda":
+        return "plain PyTorch"
+    return "Triton (norm, head, gelu) and torch.compile" if enabled() else "plain PyTorch (Triton is off or missing)"
+
+
+def kernel(name: str, x: Tensor) -> ModuleType | None:
+    """The module `emoe.kernels.NAME` if it fits a tensor: on a GPU, in a precision of at most 32 bits; else None."""
+    return _module(name) if x.is_cuda and x.dtype != torch.float64 and enabled() else None
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"emoe.kernels.{name}")
+
+
+@functools.cache
+def _options() -> dict[str, Any]:
+    """Softmax as it is written: over a handful of numbers the compiler's own form does not pay, as it warns itself."""
+    import torch._inductor.config as config
+
+    return {"online_softmax": False} if hasattr(config, "online_softmax") else {}
+
+
+def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Compile a function of tensors for training on a GPU; with a CPU, or without gradients, it runs as written.
+
+    For functions that are many small operations, where a training step is limited by the number of kernels.
+    Evaluation and sampling call the plain form with varying shapes and compile nothing.
+    """
+    made: list[Callable[Arguments, Result]] = []
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
+        if not (on_gpu and torch.is_grad_enabled() and enabled()):
+            return function(*args, **kwargs)
+        import torch._dynamo.config as config
+
+        config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own
+        if not made:
+            made.append(torch.compile(function, dynamic=False, fullgraph=True, options=_options()))
+        return made[0](*args, **kwargs)
+
+    return call

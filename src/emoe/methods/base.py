@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import dropout_from
-from emoe.compiled import compiled
 from emoe.config import Config, ConfigError, Family, option
 from emoe.diffusion.chunks import masked_total_and_target
 from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, start_rows, subs
 from emoe.diffusion.samplers import ancestral, cached, reveal_first
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import few_step_counts, step_counts, stratified_times
+from emoe.kernels import compiled
 from emoe.ramps import Constant, Ramp
 from emoe.rng import Rng
 from emoe.types import (

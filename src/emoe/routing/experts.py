@@ -6,7 +6,6 @@ Names carry shapes: N rows (batch times positions), K model width, F hidden widt
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -14,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from emoe.compiled import compiled, kernels
 from emoe.diffusion.chunks import product_dtype
+from emoe.kernels import compiled, kernel
 from emoe.types import Gate
 
 Dispatch = Literal["auto", "loop", "grouped", "dense"]
@@ -114,9 +113,9 @@ class RoutedExperts(nn.Module):
         experts = torch.arange(self.experts, device=expert.device)
         ends = torch.searchsorted(sorted_expert, experts, right=True).to(torch.int32)
         hidden = _grouped_mm(_Permute.apply(rows_NK, order), self.w_in, ends)
-        fused = _fused(hidden)
+        fused = kernel("gelu", hidden) if self.approximate == "tanh" else None
         if fused is not None:
-            hidden = fused.biased_gelu(hidden, self.b_in, sorted_expert, tanh=self.approximate == "tanh")
+            hidden = fused.biased_gelu(hidden, self.b_in, sorted_expert)
         else:
             hidden = self._activate(hidden + _expand_bias(self.b_in, sorted_expert))
         out = _grouped_mm(hidden, self.w_out, ends) + _expand_bias(self.b_out, sorted_expert)
@@ -127,16 +126,7 @@ class RoutedExperts(nn.Module):
         self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, "N k"], weight: Float[Tensor, "N k"]
     ) -> Float[Tensor, "N K"]:
         """All experts on all rows as two plain matrix products; weights of 0 leave no gradient in an expert."""
-        parameters = self.w_in, self.b_in, self.w_out, self.b_out
-        fused = _fused(rows_NK)
-        if fused is not None:
-            return fused.all_experts(rows_NK, expert, weight, *parameters, self.approximate, product_dtype(rows_NK))
-        return _all_experts(rows_NK, expert, weight, *parameters, self.approximate)
-
-
-def _fused(rows: Tensor) -> ModuleType | None:
-    """Kernels that pass over a hidden layer once, where rows lie on a GPU and have a precision that they know."""
-    return kernels("gates") if rows.is_cuda and rows.dtype != torch.float64 else None
+        return _all_experts(rows_NK, expert, weight, self.w_in, self.b_in, self.w_out, self.b_out, self.approximate)
 
 
 @compiled

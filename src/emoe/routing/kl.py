@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.compiled import compiled
 from emoe.diffusion.categorical import categorical_kl
+from emoe.kernels import compiled
 
 
 def route_kl(

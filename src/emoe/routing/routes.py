@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from emoe.compiled import compiled
 from emoe.diffusion.categorical import gumbel
+from emoe.kernels import compiled
 from emoe.types import Gate, Route
 
 Gradient = Literal["top-k", "selected", "all", "reinmax", "gumbel-rao", "none"]

@@ -20,8 +20,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import to_dict
+from emoe.console import Progress
 from emoe.engine import checkpoint
-from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.evaluate import evaluate, make_row, method_name
 from emoe.evaluation.pools import Pool

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from emoe.cli import Parser
 from emoe.commands import split_settings
+from emoe.console import count_calls, meter
 from emoe.domains.images import as_images
 from emoe.evaluation.curves import Curves, read_curve
 from emoe.evaluation.grid import METHODS, toy_grid
@@ -17,7 +18,6 @@ from emoe.evaluation.tables import print_grid
 from emoe.evaluation.toy_report import toy_sections
 from emoe.experiment import Experiment, customise
 from emoe.pretrained import from_pretrained, released
-from emoe.progress import meter, watched
 from emoe.recipes import get_recipe
 from emoe.studies.base import make_study
 from emoe.studies.images import samples_figure
@@ -78,7 +78,7 @@ def draw_digits(path: Path, *, device: str = "auto", quiet: bool = False) -> lis
     with meter(len(names) * sum(RELEASED_NFE), "digits by released models", quiet=quiet) as tick:
         for name in names:
             run = from_pretrained(name, device)
-            with watched(run.method.backbone, tick):
+            with count_calls(run.method.backbone, tick):
                 rows[METHODS[str(run.experiment.method.kind)]] = {
                     f"NFE {nfe}": as_images(draw_pool(run.method, RELEASED_IMAGES, nfe, seed=0).samples)
                     for nfe in RELEASED_NFE

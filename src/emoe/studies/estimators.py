@@ -24,12 +24,11 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.cli import Parser
 from emoe.commands import split_settings
 from emoe.config import ConfigError
+from emoe.console import Tick, meter
 from emoe.domains.ties import Ties, TiesConfig
 from emoe.evaluation.estimator_blocks import BASELINE, FAMILIES, STATES
-from emoe.evaluation.likelihood import Tick
 from emoe.evaluation.results import Results, Row
 from emoe.methods.emoe import EMoE, EMoEConfig
-from emoe.progress import meter
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.studies.base import make_study

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from emoe.cli import Parser
 from emoe.commands import split_settings
+from emoe.console import console_table
 from emoe.domains.toy.densities import HELD_OUT
 from emoe.evaluation.exact_toy import exact_rows
 from emoe.evaluation.grid import METHODS
 from emoe.evaluation.latent_blocks import held_out_lines, held_out_settings
 from emoe.evaluation.results import Results, Row
-from emoe.evaluation.tables import console_table
 from emoe.experiment import Experiment, customise
 from emoe.recipes import all_recipes, get_recipe
 from emoe.runs import Run

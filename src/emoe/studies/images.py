@@ -23,14 +23,13 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
+from emoe.console import Tick, console_table, count_calls, meter
 from emoe.domains.base import DomainConfig
 from emoe.domains.images import Images, as_images, pack_rows, unpack_rows
 from emoe.domains.images.film import Recorder, write_film
 from emoe.domains.images.judge import judge_for
 from emoe.domains.images.pictures import mosaic
-from emoe.engine.durable import replace_file
 from emoe.evaluation.evaluate import make_row, method_name
-from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import METHODS, measure
 from emoe.evaluation.image_blocks import (
     REACHED,
@@ -46,14 +45,14 @@ from emoe.evaluation.image_blocks import (
     reference_name,
 )
 from emoe.evaluation.latent_blocks import words_of
-from emoe.evaluation.likelihood import Tick, coordination_gain, estimate_nll, factorised_nll, in_units, passes
+from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units, passes
 from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.results import Results, Row
-from emoe.evaluation.tables import console_table, print_grid
+from emoe.evaluation.tables import print_grid
 from emoe.experiment import Experiment, customise
+from emoe.files import replace_file
 from emoe.methods.emoe import EMoE
 from emoe.pretrained import experiment_of, from_pretrained, released
-from emoe.progress import meter, watched
 from emoe.recipes import all_recipes, get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.runs import Run, load_run, pick_device
@@ -362,7 +361,7 @@ class Chain:
         label = f"{_label(experiment)}, {name} [{place}]"
         with (
             meter(self.plan.calls(stage, experiment, domain), label, quiet=self.study.quiet) as tick,
-            watched(run.method.backbone, tick),
+            count_calls(run.method.backbone, tick),
         ):
             rows = self.plan.measure(stage, run, experiment, domain)
         self.study.add(rows)
@@ -396,7 +395,7 @@ class Chain:
         written, results = [], Results.load(self.study.results)
         text, page = image_tables(results, data), folder / f"{data}.md"
         if not page.exists() or page.read_text(encoding="utf-8") != text:
-            write_atomically(page, text)
+            replace_file(page, text)
             written.append(page)
         trained = [one for one in shown if self._ready(one)]
         figures: dict[str, tuple[list[Path], Made]] = {
@@ -443,7 +442,7 @@ class Chain:
             label = f"{_label(experiment)}, samples to show"
             with (
                 meter(sum(nfe or 0 for nfe in left.values()), label, quiet=self.study.quiet) as tick,
-                watched(run.method.backbone, tick),
+                count_calls(run.method.backbone, tick),
             ):
                 for name, nfe in left.items():
                     rows = (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from emoe.cli import Parser
 from emoe.commands import split_settings
+from emoe.console import console_table
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.results import Row
-from emoe.evaluation.tables import console_table
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.runs import Run

@@ -13,16 +13,16 @@ from torch import Tensor
 from emoe.cli import Parser
 from emoe.commands import split_settings
 from emoe.config import ConfigError
+from emoe.console import Tick, meter
 from emoe.domains.toy import Toy
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.exact_toy import law_work, laws
 from emoe.evaluation.grid import METHODS
-from emoe.evaluation.likelihood import Tick, coordination_gain, estimate_nll, factorised_nll, passes
+from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, passes
 from emoe.evaluation.results import Results, Row
 from emoe.exact import exact_nll
 from emoe.experiment import customise
 from emoe.methods.base import MaskedDiffusion
-from emoe.progress import meter
 from emoe.recipes import get_recipe
 from emoe.rng import derive_seed
 from emoe.runs import Run

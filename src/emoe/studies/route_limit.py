@@ -16,11 +16,11 @@ from torch import Tensor
 
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers
+from emoe.console import console_table
 from emoe.domains.toy import Toy
 from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.results import Row
-from emoe.evaluation.tables import console_table
 from emoe.exact import kl_data_model
 from emoe.experiment import customise
 from emoe.recipes import get_recipe

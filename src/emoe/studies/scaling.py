@@ -12,6 +12,7 @@ from typing import Any, get_args
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
+from emoe.console import console_table
 from emoe.domains.ties import TieFamily, Ties, TiesConfig
 from emoe.evaluation.evaluate import evaluate_likelihood, make_row
 from emoe.evaluation.latent_blocks import (
@@ -29,7 +30,6 @@ from emoe.evaluation.latent_blocks import (
     variant_of,
 )
 from emoe.evaluation.results import Results, Row
-from emoe.evaluation.tables import console_table
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.runs import Run

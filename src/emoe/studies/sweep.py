@@ -19,14 +19,15 @@ from typing import Literal
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError, hint, to_dict
+from emoe.console import console_table
 from emoe.domains.toy import Toy
 from emoe.evaluation.evaluate import evaluate, evaluate_likelihood, make_row
 from emoe.evaluation.exact_toy import exact_rows
-from emoe.evaluation.files import write_atomically
 from emoe.evaluation.grid import measure
 from emoe.evaluation.results import Row, describe_machine
-from emoe.evaluation.tables import console_table, markdown_table
+from emoe.evaluation.tables import markdown_table
 from emoe.experiment import Experiment, customise
+from emoe.files import replace_file
 from emoe.recipes import get_recipe
 from emoe.runs import Run
 from emoe.studies.base import Study, make_study, run_name, steps_done
@@ -262,9 +263,9 @@ def report(
         "trials": [dataclasses.asdict(standing) for standing in ranking],
     }
     text = json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(folder / "ranking.json", text)
+    replace_file(folder / "ranking.json", text)
     header, lines = table(ranking, ranks)
-    write_atomically(folder / "ranking.md", markdown(title, header, lines, ranks, command))
+    replace_file(folder / "ranking.md", markdown(title, header, lines, ranks, command))
     drawn = draw(folder / "ranking.png", ranking, ranks[0], title)
     if as_json:
         print(text, end="")

@@ -29,15 +29,14 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, read_results, split_settings
 from emoe.config import ConfigError
+from emoe.console import console_table, count_calls, meter
 from emoe.domains.base import DataError
 from emoe.domains.text.data import HeldOut, Text, TextConfig, read_manifest, sets_at
 from emoe.domains.text.prepare import MANIFEST
 from emoe.evaluation.evaluate import fresh_count, make_row
-from emoe.evaluation.files import write_atomically
 from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units, passes
 from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.results import Results, Row
-from emoe.evaluation.tables import console_table
 from emoe.evaluation.text_blocks import (
     SETTINGS,
     TASK,
@@ -53,10 +52,10 @@ from emoe.evaluation.text_blocks import (
     text_tables,
 )
 from emoe.experiment import Experiment, customise
+from emoe.files import replace_file
 from emoe.judges import MAUVE_SEEDS, SCALING, RunJudge, score
 from emoe.methods.base import MaskedDiffusion
 from emoe.methods.bd3lm import BD3LMConfig
-from emoe.progress import meter, watched
 from emoe.recipes import all_recipes, get_recipe
 from emoe.rng import derive_seed
 from emoe.runs import Run, load_run, pick_device
@@ -228,7 +227,7 @@ def _write(path: Path, text: str) -> bool:
     """Write a file unless it says so already; whether it was written."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
-    write_atomically(path, text)
+    replace_file(path, text)
     return True
 
 
@@ -457,7 +456,7 @@ class Chain:
             if isinstance(run.method, MaskedDiffusion):
                 sampler = dataclasses.replace(config.sampler, kind=self.plan.sampler)
             calls = key.nfe * math.ceil(self.plan.samples / config.batch)
-            with meter(calls, label, quiet=self.study.quiet) as tick, watched(run.method.backbone, tick):
+            with meter(calls, label, quiet=self.study.quiet) as tick, count_calls(run.method.backbone, tick):
                 pool = draw_pool(
                     run.method, self.plan.samples, key.nfe, experiment.seed, batch=config.batch, sampler=sampler
                 )

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from emoe.domains.base import DataError
 from emoe.domains.text.data import Text
-from emoe.engine.durable import replace_file
 from emoe.evaluation.evaluate import method_name
 from emoe.experiment import Experiment
+from emoe.files import replace_file
 from emoe.judges import MAUVE_SEEDS, Mauve, mauve
 
 MANIFEST = "manifest"

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import torch
 
+from emoe.console import Progress
 from emoe.domains.base import DataError
 from emoe.domains.text.data import Text
 from emoe.engine import checkpoint
-from emoe.engine.durable import replace_file
-from emoe.engine.runlog import Progress
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.experiment import Experiment
+from emoe.files import replace_file
 from emoe.runs import load_run, train
 from emoe.studies.base import Interrupted, Until, run_name, steps_done
 from emoe.types import Convention

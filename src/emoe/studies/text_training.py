@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emoe.domains.text.data import Text
-from emoe.engine.runlog import read_metrics
+from emoe.engine.metricslog import read_metrics
 from emoe.evaluation.pools import count_calls
 from emoe.rng import Rng, derive_seed
 from emoe.runs import Run

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.backbones.transformer import Transformer
+from emoe.console import Tick
 from emoe.diffusion.times import grid_times
-from emoe.evaluation.likelihood import Tick
 from emoe.evaluation.results import Row
 from emoe.exact import chain_laws, exact_nll
 from emoe.methods.emoe import EMoE

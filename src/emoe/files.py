@@ -1,12 +1,14 @@
-"""Files that are whole or absent, whatever kills the process: synced writes, sealed JSON, clean-up."""
+"""Files that are whole or absent, whatever kills the process: synced writes, sealed JSON, folder locks, clean-up."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +16,7 @@ DAMAGED = "use an older checkpoint or restore this one from a copy"
 
 
 class StorageError(RuntimeError):
-    """Files cannot be written, or what was read is not what was written; names the path and what to do."""
+    """Files cannot be written, or their content is not what was written; names the path and the remedy."""
 
     exit_code: ClassVar[int] = 5
 
@@ -24,7 +26,7 @@ class StorageError(RuntimeError):
 
 
 def fault(stage: str) -> None:
-    """Die here when a test asks for it with `EMOE_FAULT=save:<stage>`; a stage is a file name or a moment."""
+    """Exit here when a test asks for it with `EMOE_FAULT=save:<stage>`; a stage is a file name or a moment."""
     if os.environ.get("EMOE_FAULT") == f"save:{stage}":
         os._exit(137)
 
@@ -47,15 +49,31 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Put new contents under a name in one move: a reader sees the old file or the new one, no mixture."""
-    temporary = path.with_name(f".tmp-{path.name}")  # one name, so that leftovers of kills do not pile up
+def replace_file(path: str | Path, data: bytes | str) -> None:
+    """Write a file so that a reader, or a crash at any moment, sees the old content or the new one.
+
+    Text is written as UTF-8 with line ends as they are: equal content gives equal bytes on every platform.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        write_synced(temporary, data)
+        write_synced(temporary, data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync_folder(path.parent)  # without it the rename may be lost in a power cut
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Hold a folder for a read-change-write; others that lock it wait. It leaves no file behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # closing releases the lock
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
@@ -95,7 +113,7 @@ def read_verified(path: Path, sha256: str) -> bytes:
 
 
 def prepare(root: Path) -> None:
-    """Make a folder, clear what killed writers left in it, and raise at once if it is not writable."""
+    """Make a folder, remove what killed writers left in it, and raise at once if it is not writable."""
     probe = root / f".tmp-probe-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -110,18 +128,21 @@ def prepare(root: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder; renamed first, so that a kill half way leaves no half of it under its name."""
+    """Remove a folder; it is renamed first, so that a kill half way leaves no half of it under its name."""
     doomed = folder.with_name(f".tmp-old-{folder.name}-{os.getpid()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def sweep(root: Path) -> None:
-    """Remove temporary folders of dead processes; one with this process's own number is a leftover too."""
+    """Remove temporary files and folders of dead processes, and those with this process's own number."""
     for entry in root.glob(".tmp-*-*"):
         pid = entry.name.rpartition("-")[2]
         if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            shutil.rmtree(entry, ignore_errors=True)
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,0 +1,194 @@
+"""The terminal: progress bars with an ETA, and plain tables. The only module that knows `rich`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from io import TextIOBase
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LINE_SECONDS = 3.0  # between two lines of progress where there is no terminal
+Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
+
+
+class Progress:
+    """Shows how far a loop is: a bar on a terminal, one line for each `log` call elsewhere.
+
+    Args:
+        total: Last step.
+        start: Step the loop begins at; speed is measured from there.
+        label: First word of the display.
+        stream: Where it goes; standard error unless told.
+        quiet: Show nothing.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        start: int = 0,
+        label: str = "",
+        *,
+        stream: TextIO | TextIOBase | None = None,
+        quiet: bool = False,
+    ):
+        self.total, self.label = total, label
+        self._stream = None if quiet else stream or sys.stderr
+        # Speed over the last calls, not since the start: a slow first step (compilation) would spoil the ETA.
+        self._marks = deque([(time.monotonic(), start)], maxlen=20)
+        self._shown = 0.0
+        self._bar = _rich_bar(self._stream) if self._stream is not None else None
+        self._task = self._bar.add_task(label, total=total, completed=start, status="") if self._bar else None
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, step: int) -> None:
+        """Move the bar; cheap enough for every step. Without a bar it does nothing."""
+        if self._bar is not None and time.monotonic() - self._shown >= 0.1:
+            self._shown = time.monotonic()
+            self._bar.update(self._task, completed=step)
+
+    def log(self, step: int, text: str = "") -> None:
+        """Show that `step` is done, with a text such as the loss."""
+        now, (then, before) = time.monotonic(), self._marks[0]
+        self._marks.append((now, step))
+        pace = _pace(step - before, now - then, self.total - step)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, status=f"{pace}  {text}")
+        else:
+            percent = 100.0 * step / self.total if self.total else 100.0
+            self.note(f"step {step}/{self.total} ({percent:.1f}%), {pace}" + (f" | {text}" if text else ""))
+
+    def note(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        line = f"{self.label}: {text}" if self.label else text
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone must not end a run
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False)
+            elif self._stream is not None:
+                print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Take the bar down and give the terminal back; a second call does nothing."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.stop()
+            self._bar = None
+
+
+def _pace(done: int, seconds: float, left: int) -> str:
+    if done <= 0 or seconds <= 0:
+        return "? steps/s, ETA ?"
+    minutes, second = divmod(round(max(left, 0) * seconds / done), 60)
+    return f"{done / seconds:.2f} steps/s, ETA {minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def _rich_bar(stream: Any) -> Any:
+    """A `rich` bar that is not started yet; None when the stream is no terminal or the package is missing."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(file=stream)
+    if not console.is_interactive:  # a terminal without cursor movement
+        return None
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.fields[status]}", markup=False),
+        console=console,
+    )
+
+
+@contextlib.contextmanager
+def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0) -> Iterator[Tick]:
+    """Show how much of `total` is done and how long the rest takes.
+
+    Args:
+        total: Size of the work.
+        label: What it is.
+        quiet: Show nothing.
+        patience: Seconds before a terminal gets a bar; elsewhere the first line comes after `LINE_SECONDS` in any case.
+    """
+    done = 0
+    began = shown = time.monotonic()
+    progress, started = Progress(total, label=label, quiet=quiet), False
+
+    def tick(size: int, text: str) -> None:
+        nonlocal done, shown, started
+        done += size
+        now = time.monotonic()
+        if not started and now - began >= patience:
+            started = True
+            progress.__enter__()
+        progress.update(done)
+        if now - shown >= LINE_SECONDS:
+            shown = now
+            progress.log(done, text)
+
+    try:
+        if not patience:
+            started = True
+            progress.__enter__()
+        yield tick
+    finally:
+        progress.close()
+
+
+@contextlib.contextmanager
+def count_calls(module: nn.Module, tick: Tick) -> Iterator[None]:
+    """Tell `tick` of every forward call of a module; of a backbone every evaluation of the network."""
+    counted: nn.Module = getattr(module, "counted", module)
+    handle = counted.register_forward_hook(lambda *_: tick(1, ""))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def console_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+    """Print a table to the terminal: drawn by rich if it is there, else aligned with spaces."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(plain_table(header, rows, title=title), end="")
+        return
+    tall = any("\n" in cell for row in rows for cell in row)
+    table = Table(title=title or None, title_justify="left", show_lines=tall)
+    for place, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Never narrower than the table: squeezed into a small window rich cuts digits off.
+    needed = Console(width=10_000).measure(table).maximum
+    Console(width=max(Console().width, needed)).print(table)
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> str:
+    """A table in plain text; a line end inside a cell becomes a space."""
+    lines = [[cell.replace("\n", " ") for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in pairs).rstrip()
+        for pairs in (enumerate(zip(line, widths, strict=True)) for line in lines)
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([title] * bool(title) + text) + "\n"
