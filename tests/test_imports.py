@@ -33,6 +33,7 @@ LAYERS: dict[str, list[str]] = {
     "files": [],
     "console": [],
     "kernels*": [],
+    "figures*": ["types", "console"],
     "types": [],
     "rng": [],
     "ramps": ["config"],

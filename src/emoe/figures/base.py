@@ -1,0 +1,62 @@
+"""A canvas without pyplot, which is safe in threads and servers, and what all figures share."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 120
+REFERENCE = "0.4"  # colour of lines that are no method: real data, the ideal factorised chain
+CYCLE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948", "#ff9da7", "#79706e")
+
+
+def canvas(width: float, height: float, *, title: str = "") -> Figure:
+    """An empty figure of a size in inches.
+
+    Args:
+        width: Its width.
+        height: Its height.
+        title: A heading over all panels.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def legend_below(figure: Figure, *, columns: int = 6) -> None:
+    """One legend for all panels, below them; equal labels appear once."""
+    entries: dict[str, object] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        figure.legend(
+            list(entries.values()),
+            list(entries),
+            loc="outside lower center",
+            ncols=min(columns, len(entries)),
+            fontsize=8,
+            frameon=False,
+        )
+
+
+def save(figure: Figure, path: Path, *, dpi: int = DPI) -> None:
+    """Write an image whose format is the ending of its name; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+
+
+def png(figure: Figure, *, dpi: int = DPI) -> bytes:
+    """The figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()

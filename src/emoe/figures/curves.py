@@ -1,0 +1,102 @@
+"""Curves with error bars: a metric over NFE, over the length of rows or over training steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from emoe.figures.base import CYCLE, REFERENCE, canvas, legend_below
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_POINTS = 300  # of one curve; more are averaged
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, y) of one curve with its style; errors are half the length of the bars."""
+
+    points: Sequence[tuple[float, float]]
+    errors: Sequence[float | None] = ()
+    colour: str | None = None
+    style: str = "-"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: curves by label, and horizontal lines for references."""
+
+    title: str
+    curves: Mapping[str, Curve]
+    xlabel: str = "NFE"
+    ylabel: str = ""
+    log_x: bool = True
+    log_y: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
+def draw(panels: Sequence[Sequence[Panel]], *, width: float = 4.0, height: float = 3.2, title: str = "") -> Figure:
+    """A grid of panels with one legend below; rows may have different lengths."""
+    columns = max(map(len, panels))
+    figure = canvas(width * columns, height * len(panels) + 0.3, title=title)
+    axes = figure.subplots(len(panels), columns, squeeze=False)
+    for line, row in zip(axes, panels, strict=True):
+        for axis in line[len(row) :]:
+            axis.set_axis_off()
+        for axis, panel in zip(line, row, strict=False):
+            draw_panel(axis, panel)
+    legend_below(figure)
+    return figure
+
+
+def draw_panel(axis: Any, panel: Panel) -> None:
+    """Fill one matplotlib axis."""
+    for number, (label, curve) in enumerate(panel.curves.items()):
+        points = thin(curve.points)
+        if not points:
+            continue
+        errors = [error or 0.0 for error in curve.errors] if len(points) == len(curve.errors) else None
+        axis.errorbar(
+            [x for x, _ in points], [y for _, y in points], yerr=errors, label=label, linestyle=curve.style,
+            color=curve.colour or CYCLE[number % len(CYCLE)], linewidth=1.2, capsize=2,
+            marker="o" if len(points) <= 12 else None, markersize=3.5,
+        )  # fmt: skip
+    for label, level in panel.levels.items():
+        axis.axhline(level, color=REFERENCE, linestyle="--", linewidth=1, label=label)
+    if panel.log_x:
+        axis.set_xscale("log", base=2)
+        marks = sorted({x for curve in panel.curves.values() for x, _ in curve.points})
+        if len(marks) <= 12:
+            axis.set(xticks=marks, xticklabels=[f"{mark:g}" for mark in marks])
+    if panel.log_y:
+        axis.set_yscale("log")
+    axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    axis.title.set_fontsize(10)
+    axis.grid(color="0.92")
+
+
+def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """Finite points, at most about `limit`: means over runs of neighbours, so that no spike is picked by chance."""
+    finite = [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    size = max(1, math.ceil(len(finite) / limit))
+    groups = [finite[start : start + size] for start in range(0, len(finite), size)]
+    return [(math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)) for xs, ys in (zip(*g, strict=True) for g in groups)]
+
+
+def read_curve(path: str | Path, key: str, *, x: str = "step") -> list[tuple[float, float]]:
+    """The points (x, key) of a metrics.jsonl file; lines without them, or cut by a crash, are skipped."""
+    points = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        here, there = (entry.get(x), entry.get(key)) if isinstance(entry, dict) else (None, None)
+        if isinstance(here, int | float) and isinstance(there, int | float):
+            points.append((float(here), float(there)))
+    return points
