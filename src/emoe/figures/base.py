@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def canvas(width: float, height: float, *, title: str = "") -> Figure:
 
 def legend_below(figure: Figure, *, columns: int = 6) -> None:
     """One legend for all panels, below them; equal labels appear once."""
-    entries: dict[str, object] = {}
+    entries: dict[str, Any] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
