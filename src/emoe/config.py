@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import json
 import math
 import pkgutil
-import re
 import reprlib
 import types
 import typing
@@ -42,6 +40,7 @@ def option(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
+    neutral: bool = False,
 ) -> Any:
     """A config field with its explanation and its allowed range.
 
@@ -51,8 +50,10 @@ def option(
         low: Smallest allowed value (inclusive).
         above: Lower limit that is itself not allowed.
         high: Largest allowed value (inclusive).
+        neutral: Whether it changes nothing of what a run computes, such as the interval of its log lines.
     """
-    return dataclasses.field(default=default, metadata={"doc": doc, "low": low, "above": above, "high": high})
+    limits = {"low": low, "above": above, "high": high}
+    return dataclasses.field(default=default, metadata={"doc": doc, "neutral": neutral, **limits})
 
 
 def allowed_range(metadata: Mapping[str, Any]) -> str:
@@ -114,20 +115,28 @@ def _numbers(value: Any) -> Iterator[float]:
 class Family(Config):
     """A config that is one of several kinds, for instance one of the methods.
 
-    Class arguments: `package="emoe.methods"` opens a family whose kinds are the modules of that package;
-    `kind="mdlm"` joins the family of the base class. A kind that is not imported yet is looked up as the module
-    of the same name, so a new method is one new file. A class that a user's script defines joins the same way.
+    Class arguments: `package="emoe.methods"` opens a family whose kinds are the modules of that package, except the
+    `shared` ones; `kind="mdlm"` joins the family of the base class. A kind that is not imported yet is looked up as the
+    module of the same name, so a new method is one new file. A class in a user's script joins in the same way.
     """
 
     kind: ClassVar[str] = ""
     members: ClassVar[dict[str, type[Family]]] = {}
     package: ClassVar[str] = ""
+    shared: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, *, kind: str = "", package: str | None = None, **rest: Any) -> None:
+    def __init_subclass__(
+        cls, *, kind: str = "", package: str | None = None, shared: tuple[str, ...] = ("base",), **rest: Any
+    ) -> None:
         super().__init_subclass__(**rest)
         if package is not None:
-            cls.package, cls.members = package, {}
+            cls.package, cls.members, cls.shared = package, {}, shared
         if kind:
+            other = cls.members.get(kind, cls)
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ConfigError(
+                    [f"kind: {kind!r} is already {other.__module__}.{other.__qualname__}; choose another name"]
+                )
             cls.kind = kind
             cls.members[kind] = cls
 
@@ -143,17 +152,17 @@ class Family(Config):
     @classmethod
     def known_kinds(cls) -> list[str]:
         """All kinds of the family, those in not yet imported modules of its package included."""
-        found = set(cls.members)
+        names = set(cls.members)
         if cls.package:
-            paths = importlib.import_module(cls.package).__path__
-            modules = {module.name for module in pkgutil.iter_modules(paths)} - {"base", "layers"}
-            found |= (modules - set(cls.shared_modules().values())) | set(cls.shared_modules())
-        return sorted(found)
+            package = importlib.import_module(cls.package)
+            modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+            names |= (modules - set(cls.shared) - set(cls._aliases().values())) | set(cls._aliases())
+        return sorted(names)
 
     @classmethod
-    def shared_modules(cls) -> dict[str, str]:
+    def _aliases(cls) -> dict[str, str]:
         """Kind -> module of the family's package, for kinds that do not have a module of their own name."""
-        return dict(getattr(importlib.import_module(cls.package), "SHARED_MODULES", {})) if cls.package else {}
+        return dict(getattr(importlib.import_module(cls.package), "KINDS", {})) if cls.package else {}
 
     @classmethod
     def resolve(cls, kind: object) -> type[Family]:
@@ -162,7 +171,7 @@ class Family(Config):
             fault = f"expected text, got {_short.repr(kind)}" if kind else "missing"
             raise ConfigError([f"kind: {fault}; allowed: {', '.join(cls.known_kinds())}"])
         if kind not in cls.members and cls.package and kind in cls.known_kinds():
-            importlib.import_module(f"{cls.package}.{cls.shared_modules().get(kind, kind)}")
+            importlib.import_module(f"{cls.package}.{cls._aliases().get(kind, kind)}")
         if kind not in cls.members:
             raise ConfigError([f"kind: {kind!r} is not known{hint(kind, cls.known_kinds())}"])
         return cls.members[kind]
@@ -172,22 +181,6 @@ def hint(word: str, candidates: list[str]) -> str:
     """`; did you mean 'x'?` when something is close, otherwise the list of what is allowed."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(sorted(candidates))}"
-
-
-def field_hint(name: str, fields: list[str]) -> str:
-    """`hint` for a dotted field: the same last word elsewhere, something close in its group, something close."""
-    group, _, last = name.rpartition(".")
-    same = [field for field in fields if field.rpartition(".")[2] == last]
-    siblings = {field.rpartition(".")[2]: field for field in fields if group and field.rpartition(".")[0] == group}
-    if same:
-        close = difflib.get_close_matches(name, same, n=1, cutoff=0)
-    elif siblings:
-        close = [siblings[word] for word in difflib.get_close_matches(last, siblings, n=1)]
-    else:
-        close = difflib.get_close_matches(name, fields, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; allowed: {', '.join(sorted(siblings.values() or {field.partition('.')[0] for field in fields}))}"
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -240,7 +233,7 @@ def from_dict(cls: type[C], data: Any, path: str = "") -> C:
         if field.name in data:
             try:
                 allowed = allowed_range(field.metadata)
-                values[field.name] = _convert(hints[field.name], data[field.name], f"{prefix}{field.name}", allowed)
+                values[field.name] = convert(hints[field.name], data[field.name], f"{prefix}{field.name}", allowed)
             except ConfigError as error:
                 problems.extend(error.problems)
         elif field.default is MISSING and field.default_factory is MISSING:
@@ -253,7 +246,8 @@ def from_dict(cls: type[C], data: Any, path: str = "") -> C:
     raise ConfigError(problems)
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
@@ -262,7 +256,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 def type_name(annotation: Any) -> str:
     """A type as `--help` and errors print it."""
     names = []
-    for kind in _alternatives(annotation):
+    for kind in alternatives(annotation):
         if kind is type(None):
             names.append("none")
         elif get_origin(kind) is Literal:
@@ -271,29 +265,32 @@ def type_name(annotation: Any) -> str:
             names.append(f"{type_name(get_args(kind)[0])},...")
         elif isinstance(kind, type) and issubclass(kind, Family):
             names.append(" or ".join(kind.known_kinds()))
+        elif isinstance(kind, type) and issubclass(kind, Config):
+            names.append(f"fields ({', '.join(field_types(kind))})")
         else:
             names.append({int: "whole number", float: "number", str: "text", bool: "true|false"}.get(kind, str(kind)))
     return " or ".join(names)
 
 
-def _convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
+def convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
     """Check `value` (already a JSON value) against an annotation and return it in the annotated type.
 
     The range `allowed` is not checked here; it is what an error about the type says besides.
     """
-    for kind in _alternatives(annotation):
+    if value is None and type(None) in alternatives(annotation):
+        return None
+    for kind in alternatives(annotation):
         if kind is type(None):
-            if value is None:
-                return None
-        elif get_origin(kind) is Literal:
+            continue
+        if get_origin(kind) is Literal:
             if value in get_args(kind):
                 return value
-            if len(_alternatives(annotation)) == 1:
+            if len(alternatives(annotation)) == 1:
                 known = hint(str(value), [str(choice) for choice in get_args(kind)])
                 raise ConfigError([f"{path}: got {_short.repr(value)}{known}"])
         elif get_origin(kind) is tuple:
             if isinstance(value, list | tuple):
-                return tuple(_convert(get_args(kind)[0], item, path, allowed) for item in value)
+                return tuple(convert(get_args(kind)[0], item, path, allowed) for item in value)
         elif isinstance(kind, type) and issubclass(kind, Config):
             if isinstance(value, kind):
                 return value
@@ -315,89 +312,3 @@ def _convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
             return value
     expected = f"{type_name(annotation)} {allowed}".rstrip()
     raise ConfigError([f"{path}: expected {expected}, got {_short.repr(value)}"])
-
-
-def _parse(annotation: Any, text: str) -> Any:
-    """Turn the text of a command-line value into a JSON value of the annotated type (checked by `_convert`)."""
-    for kind in _alternatives(annotation):
-        if kind is type(None) and text.lower() in ("none", "null"):
-            return None
-        if kind is bool and text.lower() in ("true", "yes", "on", "false", "no", "off"):
-            return text.lower() in ("true", "yes", "on")
-        if get_origin(kind) is tuple:
-            return [_parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
-        if kind is int:
-            with contextlib.suppress(ValueError):
-                return int(text)
-        if kind is float or (isinstance(kind, type) and issubclass(kind, Family) and kind.from_number(0.0) is not None):
-            with contextlib.suppress(ValueError):
-                return float(text)
-        if isinstance(kind, type) and issubclass(kind, Config):
-            if text.lstrip().startswith("{"):
-                try:
-                    return json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError([f"not valid JSON ({error})"]) from None
-            return {"kind": text}
-    return text
-
-
-def paths(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
-    """All leaves of a config as (dotted path, annotation, field, value), nested configs opened."""
-    hints = field_types(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        path = prefix + field.name
-        if isinstance(value, Family):
-            yield path, hints[field.name], field, value.kind
-        if isinstance(value, Config):
-            yield from paths(value, path + ".")
-        else:
-            yield path, hints[field.name], field, value
-
-
-def override(config: C, settings: Mapping[str, str]) -> C:
-    """A copy of `config` with dotted fields set from command-line text, for instance `{"method.top-k": "1"}`.
-
-    A family is switched by its name (`{"method": "vadd"}`), which resets its fields to that kind's defaults.
-    """
-    tree = to_dict(config)
-    problems = []
-    # A kind comes before the fields it resets, whatever the order on the command line.
-    for name in sorted(settings, key=lambda name: name.removesuffix(".kind").count(".")):
-        text, path = settings[name], name.replace("-", "_")
-        try:
-            _put(tree, type(config), path.split("."), text)
-        except KeyError:
-            with contextlib.suppress(ConfigError):  # of the kinds chosen so far, where they can be built
-                config = from_dict(type(config), tree)
-            fields = [known.replace("_", "-") for known, *_ in paths(config)]
-            problems.append(f"{name}: no such field{field_hint(name.replace('_', '-'), fields)}")
-        except ConfigError as error:
-            problems.extend(f"{path}: {line}" for line in error.problems)
-    if problems:
-        raise ConfigError(problems)
-    return from_dict(type(config), tree)
-
-
-def _put(tree: dict[str, Any], cls: type, path: list[str], text: str) -> None:
-    """Set one dotted field inside the dictionary form of a config."""
-    if issubclass(cls, Family):
-        cls = cls.resolve(tree.get("kind", cls.kind))
-        if path == ["kind"]:
-            tree.clear()
-            tree["kind"] = text
-            return
-    annotation = field_types(cls)[path[0]]
-    if len(path) == 1:
-        tree[path[0]] = _parse(annotation, text)
-        return
-    inner = next(
-        (kind for kind in _alternatives(annotation) if isinstance(kind, type) and issubclass(kind, Config)), None
-    )
-    if inner is None:
-        raise KeyError(path[0])
-    if not isinstance(tree.get(path[0]), dict):
-        value = _convert(annotation, tree.get(path[0]), path[0])
-        tree[path[0]] = to_dict(value)
-    _put(tree[path[0]], inner, path[1:], text)

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from emoe.backbones.base import BackboneConfig
-from emoe.config import Config, ConfigError, from_dict, option, override, to_dict
+from emoe.config import Config, ConfigError, from_dict, option, to_dict
 from emoe.domains.base import DomainConfig
+from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
-from emoe.engine.trainer import TrainConfig
 from emoe.files import replace_file
 from emoe.methods.base import Method, MethodConfig, SamplerConfig
+from emoe.migrate import SCHEMA, migrate
+from emoe.overrides import differences, neutral_fields, override
 from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
-SCHEMA = 2
 # Layers initialise from torch's global generator; threads that build models at once must take turns.
 _GLOBAL_RANDOMNESS = threading.Lock()
 
@@ -31,9 +32,9 @@ _GLOBAL_RANDOMNESS = threading.Lock()
 class EvalConfig(Config):
     """What `emoe eval` draws and measures."""
 
-    nfe: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), doc="numbers of function evaluations", low=1)
-    samples: int = option(20_000, doc="rows drawn for each NFE", low=2)
-    batch: int = option(5_000, doc="rows drawn at a time", low=1)
+    nfe: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), doc="numbers of function evaluations", low=1, neutral=True)
+    samples: int = option(20_000, doc="rows drawn for each NFE", low=2, neutral=True)
+    batch: int = option(5_000, doc="rows drawn at a time", low=1, neutral=True)
     sampler: SamplerConfig = option(SamplerConfig(), doc="how masked diffusion methods draw")
 
     def conflicts(self) -> Iterator[str]:
@@ -46,7 +47,7 @@ class EvalConfig(Config):
 class Experiment(Config):
     """A whole run: data, network, method, optimisation, evaluation, seed."""
 
-    name: str = option(doc="name of the recipe it came from")
+    name: str = option(doc="name of the recipe it came from", neutral=True)
     seed: int = option(0, doc="seed of data, initialisation, training and sampling", low=0)
     domain: DomainConfig = option(doc="the data")
     backbone: BackboneConfig = option(doc="the network")
@@ -56,9 +57,14 @@ class Experiment(Config):
     eval: EvalConfig = option(EvalConfig(), doc="the evaluation")
 
     def conflicts(self) -> Iterator[str]:
-        """The backbone must have what the method wants."""
-        for line in self.backbone.refusals(self.method.wants()):
+        """The backbone must support what the method needs."""
+        for line in self.backbone.unsupported(self.method.needs()):
             yield f"{line} (method: {self.method.kind!r})"
+
+    @property
+    def method_name(self) -> str:
+        """The method as results name it: its kind and variant, such as `emoe-vimco`."""
+        return self.method.kind + self.method.variant()[0]
 
     def build_method(self, space: TokenSpace) -> Method:
         """The method with freshly initialised networks; the same for the same seed, whatever was drawn before."""
@@ -68,7 +74,7 @@ class Experiment(Config):
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
-        replace_file(path, (json.dumps({"schema": SCHEMA, **to_dict(self)}, indent=1) + "\n").encode())
+        replace_file(path, json.dumps({"schema": SCHEMA, **to_dict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Experiment:
@@ -79,84 +85,40 @@ class Experiment(Config):
             raise ConfigError([f"{path}: not readable as JSON ({error})"]) from None
         if not isinstance(data, dict):
             raise ConfigError([f"{path}: does not hold an experiment"])
-        schema = data.pop("schema", None)
-        if schema not in (1, SCHEMA):
-            raise ConfigError([f"{path}: schema {schema!r} is not known to this version (it reads 1 to {SCHEMA})"])
         try:
-            return from_dict(cls, migrate(data) if schema == 1 else data)
+            return cls.from_tree(data, data.pop("schema", None))
         except ConfigError as error:
             raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
 
-
-# Fields of schema 1 that are gone, with the value at which nothing is lost.
-DROPPED: dict[str, dict[str, Any]] = {"optim": {"scaled": None, "scale": 1.0}}
-LAST_SCHEMA_1 = "0.1.0"
-
-
-def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
-    """An experiment of schema 1 in the form of today.
-
-    Raises:
-        ConfigError: It uses an option that is gone.
-    """
-    tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in data.items()}
-    problems = []
-    for section, fields in DROPPED.items():
-        for name, neutral in fields.items():
-            value = tree.get(section, {}).pop(name, neutral)
-            if value != neutral:
-                problems.append(f"{section}.{name}: the option is gone, and the run has {value!r}; use {LAST_SCHEMA_1}")
-    if problems:
-        raise ConfigError(problems)
-    return tree
+    @classmethod
+    def from_tree(cls, data: Mapping[str, Any], schema: object) -> Experiment:
+        """An experiment from its dictionary form in a schema of this or an earlier version."""
+        return from_dict(cls, migrate(data, schema))
 
 
-# Fields that do not change what is trained, or of which results have a column of their own.
-NEUTRAL = (
-    "name",
-    "seed",
-    "domain.path",
-    "domain.key",
-    "domain.root",
-    "eval.nfe",
-    "eval.samples",
-    "eval.batch",
-    "train.log-",
-    "train.save-",
-    "train.keep",
-    "train.max-file-",
-    "train.cuda-",
-)
-
-
-def customise(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
-    """A copy with fields set from text (see `override`); its name says what was changed.
+def customise(experiment: Experiment, settings: Mapping[str, object]) -> Experiment:
+    """A copy with fields set (see `override`); its name says what was changed.
 
     `toy-8modes-emoe` with 50 steps becomes `toy-8modes-emoe train.steps=50`, so that the results of a changed recipe
-    never pass for the recipe's own, nor replace them.
+    never pass for the recipe's own, nor replace them. Neutral fields and the seed are left out.
     """
     changed = override(experiment, settings)
-    moved = [line.partition(":")[0] for line in differences(experiment, changed)]
-    told = [
-        f"{name.replace('_', '-')}={text}"
-        for name, text in sorted(settings.items())
-        if not name.replace("_", "-").startswith(NEUTRAL)
-        and any(f"{field}.".startswith(f"{name.replace('-', '_')}.") for field in moved)
+    neutral = neutral_fields(experiment) | neutral_fields(changed) | {"seed"}
+    moved = [path for path in differences(experiment, changed) if path not in neutral]
+    words = [
+        f"{name.replace('_', '-')}={_as_text(value)}"
+        for name, value in sorted(settings.items())
+        if any(f"{path}.".startswith(f"{name.replace('-', '_')}.") for path in moved)
     ]
-    if not told or "name" in settings:
+    if not words or "name" in settings:
         return changed
-    return dataclasses.replace(changed, name=" ".join([experiment.name, *told]))
+    return dataclasses.replace(changed, name=" ".join([experiment.name, *words]))
 
 
-def differences(old: Config, new: Config) -> list[str]:
-    """Fields in which two experiments differ, as `field: old -> new`."""
-
-    def flat(tree: Any, path: str = "") -> dict[str, Any]:
-        if not isinstance(tree, dict):
-            return {path: tree}
-        return {k: v for name, sub in tree.items() for k, v in flat(sub, f"{path}.{name}" if path else name).items()}
-
-    a, b = flat(to_dict(old)), flat(to_dict(new))
-    return [
-        f"{key}: {a.get(key)!r} -> {b.get(key)!r}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
-    ]
+def _as_text(value: object) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return ",".join(map(_as_text, value))
+    return json.dumps(value).replace('"', "'") if isinstance(value, Mapping) else str(value).lower()

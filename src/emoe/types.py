@@ -1,15 +1,15 @@
 """The values that travel between the parts, and the letters their shapes are written in.
 
 Letters: B batch, L length, V symbols (the mask included), t time in (0, 1], h training step, D routed blocks,
-P positions routed in a block (L in a transformer), E experts, k experts that take part in a gate, Z latent size.
+P positions routed in a block (L in a transformer), E experts, k experts in a gate, Z latent size, K width of features.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -29,17 +29,16 @@ class TokenSpace:
 
 
 @dataclass(frozen=True)
-class Wants:
-    """What a method asks of a backbone; a name that the backbone does not support is refused when it is built."""
+class Needs:
+    """What a method needs from a backbone; building fails with a message for each need that is not supported."""
 
     experts: int = 0  # experts per block; 0 = one dense MLP
     cond: int = 0  # size Z of a latent vector added to every position; 0 = none
     marks: bool = False  # a learned embedding of marked positions (the mask pattern)
     encoder: int = 0  # outputs of a recognition encoder of the same size; 0 = none
-    causal: bool = False  # each position sees itself and earlier ones alone; `extend` with a cache
+    causal: bool = False  # each position sees itself and earlier ones only; `extend` with a cache
     time: bool = False  # logits that depend on the time t
-    head_chunk: int = 0  # positions whose logits are made at a time, by `features` and `head_weights`; 0 = all
-    attend: bool = False  # `attend`, `positions` and `first` in `forward`, and `extend` with a cache; no time
+    attend: bool = False  # `attend` and `positions` in `forward`, and `extend` with a cache; no time
 
     def names(self) -> frozenset[str]:
         """Names of the features in use."""
@@ -52,16 +51,14 @@ class Gate:
 
     With straight-through gradients the weights have the values (1, 0, ..., 0) and the gradients of the relaxed
     weights. `keep_from` tells the backbone to drop the batch rows before it: a paired route drops the clean half
-    once its last router has spoken, since nothing downstream reads it. `draws` = K says that the gate holds K choices
-    for each row that the router read and `keep_from` keeps, one after the other; rows are repeated from here on.
-    `mixed` says that the weights are meant as they are: all experts with a weight run, and what they give is added up.
+    after its last router, since nothing reads it afterwards. `draws` = K means that the gate holds K choices for each
+    row that is kept, one after the other; rows are repeated from this block on.
     """
 
     expert: Int[Tensor, "B P k"]
     weight: Float[Tensor, "B P k"]
     keep_from: int = 0
     draws: int = 1
-    mixed: bool = False
 
 
 Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
@@ -69,67 +66,49 @@ Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
 
 
 @dataclass(frozen=True)
-class BackboneOut:
-    """Token logits (the mask column at -inf) and, block by block, the router logits and gates."""
+class Noised:
+    """What lines 3-4 of Algo. 1 draw, and how the loss weights it."""
 
-    logits: Float[Tensor, "B L V"]
+    x0: Int[Tensor, "B L"]
+    xt: Int[Tensor, "B L"]
+    t: Float[Tensor, " B"]
+    scored: Bool[Tensor, "B L"]  # tokens whose NLL counts: all masked ones, or the set R that a step reveals
+    weight: Float[Tensor, " B"]  # of that NLL: w(t), or T a_i, or T for a set R
+    kl_weight: float = 1.0  # of the KL in a likelihood: 1 in the objective, T in bound@T
+
+    def repeated(self, draws: int) -> Noised:
+        """Every row `draws` times, one after the other."""
+        rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kl_weight"}
+        return replace(self, **{k: v.repeat_interleave(draws, dim=0) for k, v in rows.items()})
+
+
+class Features(NamedTuple):
+    """Result of one network call: what `Backbone.read` turns into logits, router logits and gates by block."""
+
+    h: Float[Tensor, "B L K"]
     route_logits: tuple[Float[Tensor, "_B _P E"], ...] = ()
     gates: tuple[Gate, ...] = ()
 
 
 @dataclass(frozen=True)
-class Inference:
-    """Result of the posterior pass (Algo. 1, lines 5-8)."""
-
-    log_x_theta: Float[Tensor, "B L V"] | None  # log p(x0 | xt, z), SUBS applied; None if `log_token` is all there is
-    kl: Float[Tensor, " B"]  # KL(q(z | x0, xt) || p(z | xt)), nats per sequence, whatever training makes of it
-    aux: Float[Tensor, ""] | None = None  # auxiliary loss already weighted (load balance), outside any bound
-    log: Mapping[str, Tensor] = field(default_factory=dict)
-    train_kl: Float[Tensor, " B"] | None = None  # what the training loss counts in its place
-    log_token: Float[Tensor, "B L"] | None = None  # log p(x0^l | xt, z), 0 where xt is clean; None: see log_x_theta
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What the training loss of a batch is made of, row by row, in nats per sequence."""
-
-    loss: Float[Tensor, " B"]  # what is minimised; its value may mean nothing where only its gradient counts
-    recon: Float[Tensor, " B"]  # w(t) * masked NLL
-    kl: Float[Tensor, " B"]
-    aux: Float[Tensor, ""] | None = None
-    log: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """One draw z ~ q(z | x0, xt) with its importance weight."""
-
-    log_x_theta: Float[Tensor, "B L V"] | None  # log p(x0 | xt, z), SUBS applied; None if `log_token` is all there is
-    log_ratio: Float[Tensor, " B"]  # log p(z | xt) - log q(z | x0, xt)
-    log_token: Float[Tensor, "B L"] | None = None  # log p(x0^l | xt, z), 0 where xt is clean; None: see log_x_theta
-
-
-@dataclass(frozen=True)
-class Denoised:
-    """Result of the prior pass (Algo. 2, lines 3-4): one network call."""
-
-    log_x_theta: Float[Tensor, "B L V"]
-    latent: Any = None  # gates, z or None; for traces and pictures
-
-
-@dataclass(frozen=True)
 class Loss:
-    """What a training step minimises, and what it logs (0- or 1-dimensional tensors)."""
+    """What a training step minimises and logs (0- or 1-dimensional tensors).
+
+    `valid` is false for a step that must not be applied, for the reason given in `refusal`.
+    """
 
     total: Float[Tensor, ""]
     log: Mapping[str, Tensor] = field(default_factory=dict)
+    valid: Bool[Tensor, ""] | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What a sampler shows of a reverse step: x after it, the positions it revealed and the latent it drew.
+    """A reverse step as a sampler reports it: x after the step, the revealed positions and the latent that was drawn.
 
-    Samplers that leave rows out of their calls show no latent.
+    The latent is a tuple of gates, a latent vector, or None without a latent. Rows that a step did not run have
+    expert -1 or a vector of zeros.
     """
 
     step: int
@@ -139,16 +118,23 @@ class StepEvent:
     latent: Any
 
 
-@dataclass(frozen=True)
-class Convention:
-    """Which number a likelihood is; a value without its convention means nothing.
+class Mixture(NamedTuple):
+    """p(x0 | xt) = sum_r w_r prod_l p_r(x0^l) with R components, in logarithms and float64, SUBS applied."""
 
-    - `objective`: E over t ~ U(0, 1] of w(t) * masked NLL + 1 * KL. What papers report. **Not a bound** of the NLL for
-      a method with a latent: it can fall below the entropy of the data.
+    log_weight: Float[Tensor, "B R"]
+    log_token: Float[Tensor, "B R L V"]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Which number a likelihood is; a value without it means nothing.
+
+    - `objective`: E over t ~ U(0, 1] of w(t) * masked NLL + 1 * KL. **Not a bound** of the NLL for a method with a
+      latent: it can fall below the entropy of the data.
     - `bound@T`: Prop. 3.1 (Eq. 6) with T * KL. An upper bound of the NLL of the T-step sampler.
     - `iw@T,K`: the same with K importance-weighted draws per step; tighter, and for K to infinity the bound of Lemma 1
       for the mixture itself: the exact NLL for T = 1, above it for T > 1.
-    - `nelbo`: the continuous-time bound of Eq. 22, only where there is no latent.
+    - `nelbo`: the continuous-time bound of Eq. 22, only without a latent.
     - `exact`: the NLL itself, by enumeration, or by the chain rule where a method predicts token after token.
     """
 
@@ -157,12 +143,12 @@ class Convention:
     draws: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Convention:
+    def parse(cls, text: str) -> Likelihood:
         """`objective`, `nelbo`, `bound@4` or `iw@4,64`."""
-        found = re.fullmatch(r"(objective|nelbo|exact)|(bound)@([1-9]\d{0,5})|(iw)@([1-9]\d{0,5}),([1-9]\d{0,5})", text)
-        if found is None:
+        match = re.fullmatch(r"(objective|nelbo|exact)|(bound)@([1-9]\d{0,5})|(iw)@([1-9]\d{0,5}),([1-9]\d{0,5})", text)
+        if match is None:
             raise ValueError(f"{text!r} is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K")
-        plain, bound, steps, iw, iw_steps, draws = found.groups()
+        plain, bound, steps, iw, iw_steps, draws = match.groups()
         return cls(plain or bound or iw, int(steps or iw_steps or 0), int(draws or 0))
 
     def __str__(self) -> str:
@@ -184,7 +170,7 @@ class Convention:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One number a metric reports, with its standard error and sample count (None where it is exact)."""
+    """One number that a metric reports, with its standard error and sample count (None where it is exact)."""
 
     metric: str
     value: float

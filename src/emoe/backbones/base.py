@@ -1,34 +1,41 @@
-"""What a backbone is, what it may be asked for, and how its parameters are counted."""
+"""What a backbone is, what it supports, and how its parameters are counted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from emoe.config import Family
+from emoe.diffusion.masking import NEG_INF
 from emoe.routing.experts import RoutedExperts
-from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
+from emoe.types import Features, Gate, Needs, Route, TokenSpace
+
+
+class Prediction(NamedTuple):
+    """Token logits of every position (the mask column at -inf), router logits and gates by block."""
+
+    logits: Float[Tensor, "B L V"]
+    route_logits: tuple[Float[Tensor, "_B _P E"], ...]
+    gates: tuple[Gate, ...]
 
 
 class Backbone(nn.Module, ABC):
-    """A network from noisy rows to token logits; the only calls that count as function evaluations (NFE)."""
+    """Tokens to features to logits; it knows no objective. Calling it is the one call that NFE counts.
 
+    The features of a position decide its logits, so logits can be computed for some positions only (`read`).
+    """
+
+    head: nn.Linear  # features to the logits of all V symbols, or of all but the mask
+    mask_id: int
     routed_blocks: int  # D, the number of blocks that ask a route policy for experts; 0 if dense
     routes_tokens: ClassVar[bool] = True  # every routed block routes each token by itself: P = L
-    reads_time: bool = True  # the logits depend on t, not on the row alone
-
-    @property
-    def counted(self) -> nn.Module:
-        """The module whose every call is one function evaluation, by whichever method the network is asked.
-
-        A backbone that can be asked otherwise than by `forward` names the part that all ways pass through.
-        """
-        return self
+    local_last_block: ClassVar[bool] = True  # a route in the last block changes nothing but its own position
 
     @abstractmethod
     def forward(
@@ -39,108 +46,69 @@ class Backbone(nn.Module, ABC):
         cond: Float[Tensor, "B Z"] | None = None,
         marks: Bool[Tensor, "B L"] | None = None,
         route: Route | None = None,
-    ) -> BackboneOut:
-        """Token logits of every position, and what the routers said.
+    ) -> Features:
+        """Features of every position, and what the routers said.
 
         Args:
             x: Tokens, the mask among them.
             t: Time of each row.
-            cond: A latent vector for each row, where the method wants one.
-            marks: Positions that get a learned mark, where the method wants it.
+            cond: A latent vector for each row, where the method needs one.
+            marks: Positions that get a learned embedding, where the method needs it.
             route: Route policy, called once per routed block in order.
         """
 
-    def features(
-        self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
-        *,
-        cond: Float[Tensor, "B Z"] | None = None,
-        marks: Bool[Tensor, "B L"] | None = None,
-        route: Route | None = None,
-    ) -> tuple[Float[Tensor, "_B L K"], tuple[Float[Tensor, "_B _P E"], ...], tuple[Gate, ...]]:
-        """What `read` turns into logits, position by position; router logits and gates as in `BackboneOut`.
-
-        A backbone has the two of them only where `forward` is `read` of `features` and logits of a position need
-        the features of that position alone: then logits can be had for a part of the positions, or part by part.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not part its features from its head")
-
     def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
-        """Logits of features at any positions, the mask's column at -inf."""
-        raise NotImplementedError(f"{type(self).__name__} does not part its features from its head")
+        """Logits of features at any positions, in at least single precision, the mask's column at -inf."""
+        logits = nn.functional.linear(h, *self.head_weights())
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
         """W and b of `read`, logits = W h + b; the mask's entry of b is -inf."""
-        raise NotImplementedError(f"{type(self).__name__} does not part its features from its head")
+        weight, bias, mask = self.head.weight, self.head.bias, self.mask_id
+        if bias is None:
+            bias = weight.new_zeros(len(weight))
+        if self.has_mask_output:
+            return weight, bias.masked_fill(torch.arange(len(bias), device=bias.device) == mask, NEG_INF)
+        weight = torch.cat([weight[:mask], weight.new_zeros(1, weight.shape[1]), weight[mask:]])
+        return weight, torch.cat([bias[:mask], bias.new_full((1,), NEG_INF), bias[mask:]])
 
     @property
-    def has_features(self) -> bool:
-        """Whether there are `features`, `read` and `head_weights`."""
-        return type(self).features is not Backbone.features
+    def has_mask_output(self) -> bool:
+        """Whether the head has an output for the mask, which is never used."""
+        return True
+
+    def predict(self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], **inputs: Any) -> Prediction:
+        """`forward` and `read` in one: logits of all positions."""
+        out = self(x, t, **inputs)
+        return Prediction(self.read(out.h), out.route_logits, out.gates)
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
         """Sums over positions that belong together, for positions of any block or tokens; P = G stays as it is.
 
-        A backbone whose blocks route coarser and finer positions says how they lie in each other.
+        A backbone whose blocks route coarser and finer positions says how they are nested.
         """
         if values.shape[-1] != groups:
             raise ValueError(f"{type(self).__name__} cannot put {values.shape[-1]} positions into {groups} groups")
         return values
 
-    def forward_last(
-        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
-    ) -> tuple[Float[Tensor, "E _B L V"], tuple[Float[Tensor, "_B L E"], ...]]:
-        """Token logits under every expert of the last routed block, and the router logits of all blocks.
-
-        Entry [e, :, l] is what `forward` says of position l if that block gives it expert e. A backbone has this
-        method only where a route in the last block changes nothing but its own position's logits. All that comes
-        before runs once, with the routes of `route`, which is asked for every block but the last.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot run every expert of its last block")
-
-    def new_cache(self) -> Any:
-        """An empty cache for `extend`."""
-        raise NotImplementedError(f"{type(self).__name__} has no cache")
-
-    def extend(
-        self,
-        x_new: Int[Tensor, "B N"],
-        cache: Any,
-        *,
-        attend: Bool[Tensor, "N M"] | None = None,
-        keep: int | None = None,
-        last: int | None = None,
-    ) -> Float[Tensor, "B _N V"]:
-        """Logits of N tokens that follow those in a cache, of which the first `keep` go into the cache.
-
-        Args:
-            x_new: The tokens, the mask among them.
-            cache: What `new_cache` gave.
-            attend: Which new position sees which of the M = old + N; None: itself and all before, if causal.
-            keep: How many of the new positions the cache takes in; None: all.
-            last: How many of the new positions, from the end, are given logits; None: all.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no cache")
-
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneConfig(Family, package="emoe.backbones"):
-    """Sizes of a network. `supports` names the features of `Wants` it can give."""
+class BackboneConfig(Family, package="emoe.backbones", shared=("base", "layers", "attention")):
+    """Sizes of a network. `supports` names the features of `Needs` it can give."""
 
     supports: ClassVar[frozenset[str]] = frozenset()
 
-    def build(self, space: TokenSpace, wants: Wants) -> Backbone:
+    def build(self, space: TokenSpace, needs: Needs) -> Backbone:
         """Make the denoiser."""
         raise NotImplementedError
 
-    def build_encoder(self, space: TokenSpace, wants: Wants) -> nn.Module:
-        """Make the recognition encoder: (x0, t, marks) -> (B, wants.encoder)."""
+    def build_encoder(self, space: TokenSpace, needs: Needs) -> nn.Module:
+        """Make the recognition encoder: (x0, t, marks) -> (B, needs.encoder)."""
         raise NotImplementedError
 
-    def refusals(self, wants: Wants) -> Iterator[str]:
-        """One line for each wanted feature that this backbone lacks."""
-        for name in sorted(wants.names() - self.supports):
+    def unsupported(self, needs: Needs) -> Iterator[str]:
+        """One line for each need that this backbone does not support."""
+        for name in sorted(needs.names() - self.supports):
             have = ", ".join(sorted(self.supports)) or "none"
             yield f"backbone: {self.kind!r} has no {name!r}, which the method needs; it supports: {have}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.backbones.attention import Cache, RotaryAttention, View, rotary_angles
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Dropout, RoutedMLP, held, kept, time_features
+from emoe.backbones.layers import Dropout, RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
 from emoe.config import ConfigError, option
-from emoe.diffusion.chunks import product_dtype
-from emoe.diffusion.masking import NEG_INF
+from emoe.diffusion.head import product_dtype
 from emoe.kernels import compiled
 from emoe.routing.experts import Dispatch
-from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
+from emoe.types import Features, Gate, Needs, Route, TokenSpace
 
 SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the time is measured
 
@@ -32,9 +32,7 @@ SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the 
 class DiTConfig(BackboneConfig, kind="dit"):
     """Sizes of the small network of the paper's language experiments."""
 
-    supports: ClassVar[frozenset[str]] = frozenset(
-        {"experts", "cond", "marks", "encoder", "causal", "attend", "time", "head_chunk"}
-    )
+    supports: ClassVar[frozenset[str]] = frozenset({"experts", "cond", "marks", "encoder", "causal", "attend", "time"})
 
     width: int = option(768, doc="model dimension", low=1)
     depth: int = option(12, doc="number of blocks D", low=1)
@@ -48,12 +46,7 @@ class DiTConfig(BackboneConfig, kind="dit"):
     time_conditioning: bool = option(False, doc="let adaLN see the time; false: it sees time 0 always, as in MDLM")
     causal: bool = option(False, doc="each position sees itself and earlier ones, and there is no adaLN (AR)")
     dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
-    router_std: float = option(0.0, doc="standard deviation of a router's first weights", low=0)
-    router_bias: bool = option(False, doc="a bias in each router")
-    router_norm: bool = option(False, doc="a LayerNorm of its own before each router")
-    router_cap: float | None = option(
-        None, doc="soft cap c * tanh(logits / c) of router logits; none = no cap", above=0
-    )
+    router: RouterConfig = option(RouterConfig(bias=False), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
         """Heads must cut the width into even parts, time features come in pairs, a causal network has no time."""
@@ -64,119 +57,34 @@ class DiTConfig(BackboneConfig, kind="dit"):
         if self.causal and self.time_conditioning:
             yield "time_conditioning: a causal network has no adaLN that could see the time; set it to false"
 
-    def refusals(self, wants: Wants) -> Iterator[str]:
+    def unsupported(self, needs: Needs) -> Iterator[str]:
         """One line for each wanted feature that is not there; causal networks are for methods that want one."""
-        yield from super().refusals(wants)
-        if wants.causal and not self.causal:
+        yield from super().unsupported(needs)
+        if needs.causal and not self.causal:
             yield "backbone.causal: must be true, since the method predicts each token from those before it"
-        elif self.causal and not wants.causal:
+        elif self.causal and not needs.causal:
             yield "backbone.causal: must be false, since the method reads tokens on both sides of a mask"
         elif self.causal:
-            for name in sorted(wants.names() & self.supports - {"causal", "head_chunk"}):
+            for name in sorted(needs.names() & self.supports - {"causal"}):
                 yield f"backbone: a causal 'dit' has no {name!r}, which the method needs"
-        if wants.time and not self.time_conditioning:
+        if needs.time and not self.time_conditioning:
             yield "backbone.time_conditioning: must be true, since what the method predicts depends on the time"
-        if wants.attend and self.time_conditioning:
+        if needs.attend and self.time_conditioning:
             yield "backbone.time_conditioning: must be false, since parts of a row have times of their own"
 
-    def build(self, space: TokenSpace, wants: Wants) -> DiT:
+    def build(self, space: TokenSpace, needs: Needs) -> DiT:
         """Make the denoiser, or with `causal` the autoregressive network."""
-        self._check(wants)
-        return DiT(self, space, wants)
+        self._check(needs)
+        return DiT(self, space, needs)
 
-    def build_encoder(self, space: TokenSpace, wants: Wants) -> Encoder:
+    def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
         """Make a recognition encoder of the same size."""
-        self._check(wants)
-        return Encoder(self, space, wants.encoder)
+        self._check(needs)
+        return Encoder(self, space, needs.encoder)
 
-    def _check(self, wants: Wants) -> None:
-        if lines := list(self.refusals(wants)):
+    def _check(self, needs: Needs) -> None:
+        if lines := list(self.unsupported(needs)):
             raise ConfigError(lines)
-
-
-# --- Positions and attention -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Cache:
-    """What a network keeps of the tokens it has read: rotated keys and values of each block; see `extend`."""
-
-    room: int  # positions there is room for
-    length: int = 0  # positions read so far
-    blocks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def add(
-        self, block: int, k: Float[Tensor, "B H N _C"], v: Float[Tensor, "B H N _C"]
-    ) -> tuple[Float[Tensor, "B H M _C"], Float[Tensor, "B H M _C"]]:
-        """Keys and values of a block with N new positions behind the `length` old ones; views, M = length + N."""
-        if block == len(self.blocks):
-            batch, heads, _, size = k.shape
-            self.blocks.append((k.new_empty(batch, heads, self.room, size), v.new_empty(batch, heads, self.room, size)))
-        end = self.length + k.shape[2]
-        for past, new in zip(self.blocks[block], (k, v), strict=True):
-            past[:, :, self.length : end] = new
-        keys, values = self.blocks[block]
-        return keys[:, :, :end], values[:, :, :end]
-
-
-@dataclass(frozen=True)
-class View:
-    """From where positions attend, and to what; the same for all blocks of a call."""
-
-    cos: Float[Tensor, "L R"]
-    sin: Float[Tensor, "L R"]
-    attend: Bool[Tensor, "L M"] | None = None  # None: everything, or if causal everything up to oneself
-    causal: bool = False
-    cache: Cache | None = None
-
-
-def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: torch.dtype) -> Float[Tensor, "L R"]:
-    """position * base^(-r / R) for the pairs r = 0..R-1 of a head."""
-    frequency = base ** (-torch.arange(pairs, device=positions.device, dtype=dtype) / pairs)
-    return positions.to(dtype)[:, None] * frequency
-
-
-def rotate(
-    x: Float[Tensor, "B L H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
-) -> Float[Tensor, "B L H C"]:
-    """Turn each pair (x_r, x_{r+R}) of a head by its angle (the half-split convention), in the precision of the angles.
-
-    Products of a turned query and a turned key depend on their positions through the difference alone.
-    """
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
-@compiled
-def rotated(
-    qkv: Float[Tensor, "B L 3 H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
-) -> tuple[Float[Tensor, "B L H C"], Float[Tensor, "B L H C"], Float[Tensor, "B L H C"]]:
-    """Queries and keys turned by their positions, and values; compiled as one, so are their gradients."""
-    q, k, v = qkv.unbind(2)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-class RotaryAttention(nn.Module):
-    """Multi-head self-attention without biases; queries and keys are rotated by their positions."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Float[Tensor, "B L K"], block: int, view: View) -> Float[Tensor, "B L K"]:
-        """Attend and project."""
-        batch, length, width = x.shape
-        parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        # Heads stay behind positions in memory, as in what attention gives back: then none of it is copied.
-        q, k, v = (part.transpose(1, 2) for part in rotated(parts, view.cos, view.sin))
-        if view.cache is not None:
-            k, v = view.cache.add(block, k, v)
-        causal = view.causal and view.attend is None
-        mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=causal)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 # --- Blocks ------------------------------------------------------------------------------------------------------
@@ -245,15 +153,7 @@ class Block(nn.Module):
         self.mlp: nn.Module
         if experts:
             self.mlp = RoutedMLP(
-                config.width,
-                config.hidden,
-                experts,
-                config.dispatch,
-                std=config.router_std,
-                norm=config.router_norm,
-                cap=config.router_cap,
-                bias=config.router_bias,
-                activation="gelu-tanh",
+                config.width, config.hidden, experts, config.dispatch, config.router, activation="gelu-tanh"
             )
         else:
             self.mlp = nn.Sequential(
@@ -269,19 +169,13 @@ class Block(nn.Module):
         h, u, strength = self._attend(h, c, number, view)
         if not isinstance(self.mlp, RoutedMLP):
             return self._add(h, self.mlp(u), strength), None, None
-        if route is None:
-            raise ValueError("a routed backbone needs a route policy")
         logits, gate = self.mlp.route(u, number, route)
-        out = self.mlp.experts(held(u, gate), gate)
-        return self._add(kept(h, gate), out, None if strength is None else kept(strength, gate)), logits, gate
-
-    def every(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, view: View
-    ) -> tuple[Float[Tensor, "E B L K"], Float[Tensor, "B L E"]]:
-        """Features under each expert, and the router logits."""
-        assert isinstance(self.mlp, RoutedMLP)
-        h, u, strength = self._attend(h, c, number, view)
-        return self._add(h, self.mlp.experts.every(u), strength), self.mlp.router(u)
+        out = self.mlp.experts(drop_rows(u, gate), gate)
+        return (
+            self._add(repeat_rows(h, gate), out, None if strength is None else repeat_rows(strength, gate)),
+            logits,
+            gate,
+        )
 
     def _attend(
         self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, view: View
@@ -312,24 +206,24 @@ class Trunk(nn.Module):
     eps = 0.001, whatever the method's: a finite, increasing measure of time. Without `time_conditioning` sigma is 0.
     """
 
-    def __init__(self, config: DiTConfig, space: TokenSpace, wants: Wants):
+    def __init__(self, config: DiTConfig, space: TokenSpace, needs: Needs):
         super().__init__()
         self.config = config
         self.token = nn.Embedding(space.size, config.width)
         nn.init.kaiming_uniform_(self.token.weight, a=math.sqrt(5))
-        self.mark = nn.Parameter(0.02 * torch.randn(config.width)) if wants.marks else None
+        self.mark = nn.Parameter(0.02 * torch.randn(config.width)) if needs.marks else None
         self.time = self.latent = self.adaln = None
         if not config.causal:
             size, hidden = config.cond_size, config.latent_hidden
             self.time = nn.Sequential(nn.Linear(config.time_size, size), nn.SiLU(), nn.Linear(size, size))
-            if wants.cond:
+            if needs.cond:
                 self.latent = nn.Sequential(
-                    nn.Linear(wants.cond, hidden), nn.SiLU(),
+                    nn.Linear(needs.cond, hidden), nn.SiLU(),
                     nn.Linear(hidden, hidden), nn.SiLU(),
                     nn.Linear(hidden, size),
                 )  # fmt: skip
             self.adaln = zeroed(nn.Linear(size, 2 * config.width))
-        self.blocks = nn.ModuleList(Block(config, wants.experts) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, needs.experts) for _ in range(config.depth))
         self.norm = Norm(config.width)
 
     def forward(
@@ -338,33 +232,22 @@ class Trunk(nn.Module):
         c: Float[Tensor, "B C"] | None,
         route: Route | None,
         view: View,
-    ) -> tuple[Float[Tensor, "_B L K"], list[Float[Tensor, "_B L E"]], list[Gate]]:
+    ) -> Features:
         """Features of the rows that are kept, router logits of all rows, gates."""
         logits: list[Tensor] = []
         gates: list[Gate] = []
         for number, block in enumerate(self.blocks):
             h, logits_d, gate = block(h, c, number, route, view)
             if gate is not None:
-                c = None if c is None else kept(c, gate)
+                c = None if c is None else repeat_rows(c, gate)
                 logits.append(logits_d)
                 gates.append(gate)
-        return self._finish(h, c), logits, gates
-
-    def every(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, route: Route, view: View
-    ) -> tuple[Float[Tensor, "E _B L K"], list[Float[Tensor, "_B L E"]]]:
-        """Features under each expert of the last block, and the router logits of all blocks."""
-        last = self.blocks[-1]
-        assert isinstance(last, Block)
-        if not isinstance(last.mlp, RoutedMLP):
-            raise ValueError("a dense backbone has no experts to run")
-        logits: list[Tensor] = []
-        for number, block in enumerate(self.blocks[:-1]):
-            h, logits_d, gate = block(h, c, number, route, view)
-            c = None if c is None else kept(c, gate)
-            logits.append(logits_d)
-        h, logits_d = last.every(h, c, len(logits), view)
-        return self._finish(h, c), [*logits, logits_d]
+        h = self.norm(h)
+        if self.adaln is not None:
+            assert c is not None
+            shift, scale = adaln(self.adaln, c, 2, h)
+            h = (1 + scale) * h + shift
+        return Features(h, tuple(logits), tuple(gates))
 
     def embed(self, x: Int[Tensor, "B L"], marks: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L K"]:
         """Embeddings of tokens, and of marks where there are any."""
@@ -396,14 +279,6 @@ class Trunk(nn.Module):
         angles = rotary_angles(positions, pairs, self.config.rotary_base, dtype)
         return View(angles.cos(), angles.sin(), attend, self.config.causal, cache)
 
-    def _finish(self, h: Float[Tensor, "*E B L K"], c: Float[Tensor, "B C"] | None) -> Float[Tensor, "*E B L K"]:
-        h = self.norm(h)
-        if self.adaln is None:
-            return h
-        assert c is not None
-        shift, scale = adaln(self.adaln, c, 2, h)
-        return (1 + scale) * h + shift
-
 
 # --- Networks ----------------------------------------------------------------------------------------------------
 
@@ -417,18 +292,12 @@ class DiT(Backbone):
     With `causal` position l reads the tokens 0..l alone, there is no adaLN, and t has no meaning; see `extend`.
     """
 
-    def __init__(self, config: DiTConfig, space: TokenSpace, wants: Wants):
+    def __init__(self, config: DiTConfig, space: TokenSpace, needs: Needs):
         super().__init__()
-        self.routed_blocks = config.depth if wants.experts else 0
+        self.routed_blocks = config.depth if needs.experts else 0
         self.mask_id, self.length = space.mask_id, space.length
-        self.reads_time = config.time_conditioning
-        self.trunk = Trunk(config, space, wants)
+        self.trunk = Trunk(config, space, needs)
         self.head = zeroed(nn.Linear(config.width, space.size))
-
-    @property
-    def counted(self) -> nn.Module:
-        """The trunk, through which `forward`, `features` and `extend` pass once each."""
-        return self.trunk
 
     def forward(
         self,
@@ -438,68 +307,26 @@ class DiT(Backbone):
         cond: Float[Tensor, "B Z"] | None = None,
         marks: Bool[Tensor, "B L"] | None = None,
         route: Route | None = None,
-        attend: Bool[Tensor, "L L"] | None = None,
+        attend: Bool[Tensor, "L M"] | None = None,
         positions: Int[Tensor, " L"] | None = None,
-        first: int | None = None,
-    ) -> BackboneOut:
-        """See `Backbone.forward`, and `features` for the rest; `first`: logits of so many first positions alone."""
-        h, route_logits, gates = self.features(
-            x, t, cond=cond, marks=marks, route=route, attend=attend, positions=positions
-        )
-        return BackboneOut(self.read(h if first is None else h[:, :first]), route_logits, gates)
-
-    def features(
-        self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
-        *,
-        cond: Float[Tensor, "B Z"] | None = None,
-        marks: Bool[Tensor, "B L"] | None = None,
-        route: Route | None = None,
-        attend: Bool[Tensor, "L L"] | None = None,
-        positions: Int[Tensor, " L"] | None = None,
-    ) -> tuple[Float[Tensor, "_B L K"], tuple[Float[Tensor, "_B L E"], ...], tuple[Gate, ...]]:
-        """What `read` turns into logits, position by position; router logits and gates as in `BackboneOut`.
+        cache: Cache | None = None,
+    ) -> Features:
+        """See `Backbone.forward`.
 
         Args:
             x: Tokens, the mask among them; L may differ from the length of the token space.
             t: Time of each row.
-            cond: A latent vector for each row, where the method wants one.
-            marks: Positions that get a learned mark, where the method wants it.
+            cond: A latent vector for each row, where the method needs one.
+            marks: Positions that get a learned embedding, where the method needs it.
             route: Route policy, called once per block in order.
             attend: Which position (row) sees which (column); None: all of them, or the earlier ones if causal.
-            positions: Places of the tokens, by which queries and keys are rotated; None: 0..L-1.
+            positions: Positions by which queries and keys are rotated; None: 0..L-1.
+            cache: Keys and values of earlier tokens, see `extend`.
         """
-        places = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
         h, c = self.trunk.embed(x, marks), self.trunk.condition(t, cond)
-        h, logits, gates = self.trunk(h, c, route, self.trunk.view(places, attend))
-        return h, tuple(logits), tuple(gates)
-
-    def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
-        """Logits of features at any positions, in at least single precision, the mask's column at -inf.
-
-        The -inf is in the bias: nothing of the size of the logits is copied for it, forward or backward.
-        """
-        logits = nnf.linear(h, *self.head_weights())
-        return logits if logits.dtype == torch.float64 else logits.float()
-
-    def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
-        """See `Backbone.head_weights`."""
-        is_mask = torch.arange(self.head.out_features, device=self.head.bias.device) == self.mask_id
-        return self.head.weight, self.head.bias.masked_fill(is_mask, NEG_INF)
-
-    def forward_last(
-        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
-    ) -> tuple[Float[Tensor, "E _B L V"], tuple[Float[Tensor, "_B L E"], ...]]:
-        """See `Backbone.forward_last`: no attention follows the last block.
-
-        It makes E * B * L * V logits: for small vocabularies only. With E = 8, L = 128 and V = 30,522 they take 125 MB
-        a row in single precision.
-        """
-        places = torch.arange(x.shape[1], device=x.device)
-        h, c = self.trunk.embed(x, marks), self.trunk.condition(t, None)
-        h, route_logits = self.trunk.every(h, c, route, self.trunk.view(places))
-        return self.read(h), tuple(route_logits)
+        out: Features = self.trunk(h, c, route, self.trunk.view(positions, attend, cache))
+        return out
 
     def new_cache(self) -> Cache:
         """An empty cache for `extend`, with room for the length of the token space."""
@@ -515,11 +342,18 @@ class DiT(Backbone):
         keep: int | None = None,
         last: int | None = None,
     ) -> Float[Tensor, "B _N V"]:
-        """See `Backbone.extend`; positions go on where the cache ends. For sampling: it has no gradient.
+        """Logits of N tokens that follow those in a cache, of which the first `keep` go into the cache.
 
         Equal to the last N positions of one call on all tokens so far, as long as no position sees a later one that is
-        not in the cache with it: then keys and values of old positions stay as they are. A causal network is so by
-        itself; any other needs `attend`, by which its caller answers for it, and must not see the time.
+        not in the cache with it: then keys and values of old positions stay as they are. This holds for a causal
+        network; any other needs `attend`, for which its caller is responsible, and must not see the time.
+
+        Args:
+            x_new: The tokens, the mask among them.
+            cache: What `new_cache` returned.
+            attend: Which new position sees which of the M = old + N; None: itself and all before, if causal.
+            keep: How many of the new positions the cache takes in; None: all.
+            last: How many of the new positions, from the end, are given logits; None: all.
         """
         config, old, new = self.trunk.config, cache.length, x_new.shape[1]
         if not config.causal and (attend is None or config.time_conditioning):
@@ -527,11 +361,11 @@ class DiT(Backbone):
             raise ValueError(f"a network that is not causal is extended with `attend` and without a time: {why}")
         if old + new > cache.room:
             raise ValueError(f"the cache has room for {cache.room} positions, not for {old + new}")
-        places = torch.arange(old, old + new, device=x_new.device)
-        if attend is None and old:  # without a past the causal path is the quicker one
-            attend = places[:, None] >= torch.arange(old + new, device=x_new.device)
-        c = self.trunk.condition(torch.zeros(len(x_new), device=x_new.device), None)
-        h, _, _ = self.trunk(self.trunk.embed(x_new, None), c, None, self.trunk.view(places, attend, cache))
+        positions = torch.arange(old, old + new, device=x_new.device)
+        if attend is None and old:  # without a past the causal path is faster
+            attend = positions[:, None] >= torch.arange(old + new, device=x_new.device)
+        t = torch.zeros(len(x_new), device=x_new.device)
+        h = self(x_new, t, attend=attend, positions=positions, cache=cache).h
         cache.length += new if keep is None else keep
         return self.read(h if last is None else h[:, new - last :])
 
@@ -547,7 +381,7 @@ class Encoder(nn.Module):
     def __init__(self, config: DiTConfig, space: TokenSpace, outputs: int):
         super().__init__()
         self.mask_id = space.mask_id
-        self.trunk = Trunk(config, space, Wants())
+        self.trunk = Trunk(config, space, Needs())
         self.head = nn.Linear(config.width, outputs)
 
     def forward(
@@ -556,7 +390,7 @@ class Encoder(nn.Module):
         """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         h = self.trunk.embed(x0, None)
         h = h + marks[..., None].to(h.dtype) * self.trunk.token.weight[self.mask_id]
-        places = torch.arange(x0.shape[1], device=x0.device)
-        h, _, _ = self.trunk(h, self.trunk.condition(t, None), None, self.trunk.view(places))
+        positions = torch.arange(x0.shape[1], device=x0.device)
+        h = self.trunk(h, self.trunk.condition(t, None), None, self.trunk.view(positions)).h
         pooled = self.head(h.mean(1))
         return pooled if pooled.dtype == torch.float64 else pooled.float()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from emoe.config import ConfigError
+from emoe.config import Config, ConfigError, option
 from emoe.diffusion.masking import NEG_INF
 from emoe.kernels import compiled
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
@@ -103,34 +104,35 @@ def dropout_from(module: nn.Module, generator: torch.Generator) -> Iterator[None
             part.generator = old
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(Config):
+    """Options of the routers of a backbone."""
+
+    std: float = option(0.0, doc="standard deviation of a router's first weights", low=0)
+    norm: bool = option(False, doc="a LayerNorm before each router")
+    logit_norm: bool = option(False, doc="an affine LayerNorm on each router's logits")
+    cap: float | None = option(None, doc="soft cap c * tanh(logits / c) of router logits; none = no cap", above=0)
+    bias: bool = option(True, doc="a bias in each router")
+
+
 class Router(nn.Linear):
-    """A linear router over experts, with optional LayerNorms before it and on its logits, and a soft cap on these.
+    """A linear router over experts.
 
     It starts at zero by default: all experts are equally likely, and posterior and prior agree, until there is a
     reason for them not to (docs/decisions/0015-initialisation.md).
     """
 
-    def __init__(
-        self,
-        width: int,
-        experts: int,
-        *,
-        std: float = 0.0,
-        norm: bool = False,
-        cap: float | None = None,
-        logit_norm: bool = False,
-        bias: bool = True,
-    ):
-        super().__init__(width, experts, bias=bias)
-        if std:
-            nn.init.normal_(self.weight, std=std)
+    def __init__(self, width: int, experts: int, config: RouterConfig):
+        super().__init__(width, experts, bias=config.bias)
+        if config.std:
+            nn.init.normal_(self.weight, std=config.std)
         else:
             nn.init.zeros_(self.weight)
-        if bias:
+        if config.bias:
             nn.init.zeros_(self.bias)
-        self.norm = nn.LayerNorm(width) if norm else None
-        self.logit_norm = nn.LayerNorm(experts) if logit_norm else None
-        self.cap = cap
+        self.norm = nn.LayerNorm(width) if config.norm else None
+        self.logit_norm = nn.LayerNorm(experts) if config.logit_norm else None
+        self.cap = config.cap
 
     def forward(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
@@ -157,19 +159,19 @@ def _shaped(
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def kept(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
-    rows = held(rows, gate)
-    return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
-
-
-def held(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps. The backward of a slice fills a tensor, so nothing is sliced for nothing."""
+def drop_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps. The backward of a slice fills a tensor, so nothing is sliced needlessly."""
     return rows[gate.keep_from :] if gate.keep_from else rows
 
 
+def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
+    rows = drop_rows(rows, gate)
+    return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
+
+
 class RoutedMLP(nn.Module):
-    """The feed-forward part of a block: a router and the experts it chooses from; see `Router` for its options."""
+    """The feed-forward part of a block: a router and the experts it chooses from."""
 
     def __init__(
         self,
@@ -177,19 +179,16 @@ class RoutedMLP(nn.Module):
         hidden: int,
         experts: int,
         dispatch: Dispatch,
-        *,
-        std: float = 0.0,
-        norm: bool = False,
-        cap: float | None = None,
-        logit_norm: bool = False,
-        bias: bool = True,
+        router: RouterConfig,
         activation: Activation = "gelu",
     ):
         super().__init__()
-        self.router = Router(width, experts, std=std, norm=norm, cap=cap, logit_norm=logit_norm, bias=bias)
+        self.router = Router(width, experts, router)
         self.experts = RoutedExperts(width, hidden, experts, dispatch, activation)
 
-    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route) -> tuple[Float[Tensor, "B P E"], Gate]:
+    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route | None) -> tuple[Float[Tensor, "B P E"], Gate]:
         """Router logits, and the policy's choice."""
+        if policy is None:
+            raise ValueError("a routed backbone needs a route policy")
         logits = self.router(x)
         return logits, policy(block, logits)

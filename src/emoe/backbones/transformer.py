@@ -11,10 +11,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Attention, RoutedMLP, held, kept, time_features, token_logits
+from emoe.backbones.layers import (
+    Attention,
+    RoutedMLP,
+    RouterConfig,
+    drop_rows,
+    repeat_rows,
+    time_features,
+    token_logits,
+)
 from emoe.config import option
 from emoe.routing.experts import Dispatch
-from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
+from emoe.types import Features, Gate, Needs, Route, TokenSpace
 
 # With the default of 1 a token's own embedding drowns what attention adds, so that its router sees little of the
 # others; at 0.02 some runs did not find their latent at all (docs/decisions/0015-initialisation.md).
@@ -33,11 +41,7 @@ class TransformerConfig(BackboneConfig, kind="transformer"):
     hidden: int = option(512, doc="hidden size of each MLP or expert", low=1)
     time_size: int = option(64, doc="size of the sinusoidal time features; even", low=2)
     dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
-    router_std: float = option(0.0, doc="standard deviation of a router's first weights", low=0)
-    router_norm: bool = option(False, doc="a LayerNorm of its own before each router")
-    router_cap: float | None = option(
-        None, doc="soft cap c * tanh(logits / c) of router logits; none = no cap", above=0
-    )
+    router: RouterConfig = option(RouterConfig(), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
         """Heads must divide the width, time features come in pairs."""
@@ -46,13 +50,13 @@ class TransformerConfig(BackboneConfig, kind="transformer"):
         if self.time_size % 2:
             yield f"time_size: must be even, got {self.time_size}"
 
-    def build(self, space: TokenSpace, wants: Wants) -> Transformer:
+    def build(self, space: TokenSpace, needs: Needs) -> Transformer:
         """Make the denoiser."""
-        return Transformer(self, space, wants)
+        return Transformer(self, space, needs)
 
-    def build_encoder(self, space: TokenSpace, wants: Wants) -> Encoder:
+    def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
         """Make a recognition encoder of the same size."""
-        return Encoder(self, space, wants.encoder)
+        return Encoder(self, space, needs.encoder)
 
 
 class Block(nn.Module):
@@ -65,15 +69,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp: nn.Module
         if experts:
-            self.mlp = RoutedMLP(
-                config.width,
-                config.hidden,
-                experts,
-                config.dispatch,
-                std=config.router_std,
-                norm=config.router_norm,
-                cap=config.router_cap,
-            )
+            self.mlp = RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router)
         else:
             self.mlp = nn.Sequential(
                 nn.Linear(config.width, config.hidden), nn.GELU(), nn.Linear(config.hidden, config.width)
@@ -83,30 +79,18 @@ class Block(nn.Module):
         self, h: Float[Tensor, "B L K"], number: int, route: Route | None
     ) -> tuple[Float[Tensor, "_B L K"], Float[Tensor, "B L E"] | None, Gate | None]:
         """Features of the rows that the gate keeps; router logits of all rows; the gate."""
-        h, u = self._attend(h)
+        h = h + self.attention(self.attention_norm(h))
+        u = self.mlp_norm(h)
         if not isinstance(self.mlp, RoutedMLP):
             return h + self.mlp(u), None, None
-        if route is None:
-            raise ValueError("a routed backbone needs a route policy")
         logits, gate = self.mlp.route(u, number, route)
-        return kept(h, gate) + self.mlp.experts(held(u, gate), gate), logits, gate
-
-    def every(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "E B L K"], Float[Tensor, "B L E"]]:
-        """Features under each expert, and the router logits."""
-        if not isinstance(self.mlp, RoutedMLP):
-            raise ValueError("a dense backbone has no experts to run")
-        h, u = self._attend(h)
-        return h + self.mlp.experts.every(u), self.mlp.router(u)
-
-    def _attend(self, h: Float[Tensor, "B L K"]) -> tuple[Float[Tensor, "B L K"], Float[Tensor, "B L K"]]:
-        h = h + self.attention(self.attention_norm(h))
-        return h, self.mlp_norm(h)
+        return repeat_rows(h, gate) + self.mlp.experts(drop_rows(u, gate), gate), logits, gate
 
 
 class Trunk(nn.Module):
     """Embeddings and blocks, shared by denoiser and encoder."""
 
-    def __init__(self, config: TransformerConfig, space: TokenSpace, wants: Wants):
+    def __init__(self, config: TransformerConfig, space: TokenSpace, needs: Needs):
         super().__init__()
         self.time_size = config.time_size
         self.token = nn.Embedding(space.size, config.width)
@@ -116,9 +100,9 @@ class Trunk(nn.Module):
         self.time = nn.Sequential(
             nn.Linear(config.time_size, config.width), nn.SiLU(), nn.Linear(config.width, config.width)
         )
-        self.cond = nn.Linear(wants.cond, config.width) if wants.cond else None
-        self.mark = nn.Parameter(0.02 * torch.randn(config.width)) if wants.marks else None
-        self.blocks = nn.ModuleList(Block(config, wants.experts) for _ in range(config.depth))
+        self.cond = nn.Linear(needs.cond, config.width) if needs.cond else None
+        self.mark = nn.Parameter(0.02 * torch.randn(config.width)) if needs.marks else None
+        self.blocks = nn.ModuleList(Block(config, needs.experts) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
 
     def forward(
@@ -128,9 +112,14 @@ class Trunk(nn.Module):
         cond: Float[Tensor, "B Z"] | None,
         marks: Bool[Tensor, "B L"] | None,
         route: Route | None,
-    ) -> tuple[Float[Tensor, "_B L K"], list[Float[Tensor, "_B L E"]], list[Gate]]:
+    ) -> Features:
         """Features of the rows that are kept, router logits of all rows, gates."""
-        h = self._embed(x, t, cond, marks)
+        dtype = self.token.weight.dtype
+        h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
+        if self.cond is not None:
+            h = h + self.cond(cond)[:, None]
+        if self.mark is not None and marks is not None:
+            h = h + marks[..., None].to(dtype) * self.mark
         logits: list[Tensor] = []
         gates: list[Gate] = []
         for block in self.blocks:
@@ -138,46 +127,17 @@ class Trunk(nn.Module):
             if gate is not None:
                 logits.append(logits_d)
                 gates.append(gate)
-        return self.norm(h), logits, gates
-
-    def every(
-        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"] | None, route: Route
-    ) -> tuple[Float[Tensor, "E _B L K"], list[Float[Tensor, "_B L E"]]]:
-        """Features under each expert of the last block, and the router logits of all blocks."""
-        h = self._embed(x, t, None, marks)
-        logits: list[Tensor] = []
-        for block in self.blocks[:-1]:
-            h, logits_d, _ = block(h, len(logits), route)
-            logits.append(logits_d)
-        last = self.blocks[-1]
-        assert isinstance(last, Block)
-        h, logits_d = last.every(h)
-        return self.norm(h), [*logits, logits_d]
-
-    def _embed(
-        self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
-        cond: Float[Tensor, "B Z"] | None,
-        marks: Bool[Tensor, "B L"] | None,
-    ) -> Float[Tensor, "B L K"]:
-        dtype = self.token.weight.dtype
-        h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
-        if self.cond is not None:
-            h = h + self.cond(cond)[:, None]
-        if self.mark is not None and marks is not None:
-            h = h + marks[..., None].to(dtype) * self.mark
-        return h
+        return Features(self.norm(h), tuple(logits), tuple(gates))
 
 
 class Transformer(Backbone):
     """Denoiser: a row of tokens to logits over all symbols but the mask, which gets -inf."""
 
-    def __init__(self, config: TransformerConfig, space: TokenSpace, wants: Wants):
+    def __init__(self, config: TransformerConfig, space: TokenSpace, needs: Needs):
         super().__init__()
-        self.routed_blocks = config.depth if wants.experts else 0
+        self.routed_blocks = config.depth if needs.experts else 0
         self.mask_id = space.mask_id
-        self.trunk = Trunk(config, space, wants)
+        self.trunk = Trunk(config, space, needs)
         self.head = nn.Linear(config.width, space.size - 1)
 
     def forward(
@@ -188,20 +148,19 @@ class Transformer(Backbone):
         cond: Float[Tensor, "B Z"] | None = None,
         marks: Bool[Tensor, "B L"] | None = None,
         route: Route | None = None,
-    ) -> BackboneOut:
+    ) -> Features:
         """See `Backbone.forward`."""
-        h, route_logits, gates = self.trunk(x, t, cond, marks, route)
-        return BackboneOut(self._read(h), tuple(route_logits), tuple(gates))
+        out: Features = self.trunk(x, t, cond, marks, route)
+        return out
 
-    def forward_last(
-        self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], *, marks: Bool[Tensor, "B L"] | None = None, route: Route
-    ) -> tuple[Float[Tensor, "E _B L V"], tuple[Float[Tensor, "_B L E"], ...]]:
-        """See `Backbone.forward_last`: no attention follows the last block."""
-        h, route_logits = self.trunk.every(x, t, marks, route)
-        return self._read(h), tuple(route_logits)
-
-    def _read(self, h: Float[Tensor, "*B L K"]) -> Float[Tensor, "*B L V"]:
+    def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
+        """See `Backbone.read`."""
         return token_logits(self.head(h), self.mask_id)
+
+    @property
+    def has_mask_output(self) -> bool:
+        """False: the head has V - 1 outputs."""
+        return False
 
 
 class Encoder(nn.Module):
@@ -209,12 +168,11 @@ class Encoder(nn.Module):
 
     def __init__(self, config: TransformerConfig, space: TokenSpace, outputs: int):
         super().__init__()
-        self.trunk = Trunk(config, space, Wants(marks=True))
+        self.trunk = Trunk(config, space, Needs(marks=True))
         self.head = nn.Linear(config.width, outputs)
 
     def forward(
         self, x0: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"]
     ) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior."""
-        h, _, _ = self.trunk(x0, t, None, marks, None)
-        return self.head(h.mean(1))
+        return self.head(self.trunk(x0, t, None, marks, None).h.mean(1))

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import RoutedMLP, held, kept, time_features, token_logits
+from emoe.backbones.layers import RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features, token_logits
 from emoe.config import ConfigError, option
 from emoe.kernels import kernel
 from emoe.routing.experts import Dispatch
-from emoe.types import BackboneOut, Gate, Route, TokenSpace, Wants
+from emoe.types import Features, Gate, Needs, Route, TokenSpace
 
 # The eight residual blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up,
 # which read a skip connection beside their input; S.
@@ -42,9 +42,7 @@ class UNetConfig(BackboneConfig, kind="unet"):
     time_hidden: int = option(512, doc="size of the time vector that every block reads", low=1)
     groups: int = option(8, doc="groups of each GroupNorm; must divide the channels", low=1)
     dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
-    router_std: float = option(0.0, doc="standard deviation of a router's first weights", low=0)
-    router_logit_norm: bool = option(True, doc="an affine LayerNorm on each router's logits")
-    router_cap: float | None = option(5.0, doc="soft cap c * tanh(logits / c) of router logits; none = no cap", above=0)
+    router: RouterConfig = option(RouterConfig(logit_norm=True, cap=5.0), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
         """Groups must divide the channels, time features come in pairs."""
@@ -53,13 +51,13 @@ class UNetConfig(BackboneConfig, kind="unet"):
         if self.time_size % 2:
             yield f"time_size: must be even, got {self.time_size}"
 
-    def build(self, space: TokenSpace, wants: Wants) -> UNet:
+    def build(self, space: TokenSpace, needs: Needs) -> UNet:
         """Make the denoiser."""
-        return UNet(self, space, wants)
+        return UNet(self, space, needs)
 
-    def build_encoder(self, space: TokenSpace, wants: Wants) -> Encoder:
+    def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
         """Make a recognition encoder, about a sixth of the denoiser's size."""
-        return Encoder(self, space, wants.encoder)
+        return Encoder(self, space, needs.encoder)
 
 
 def image_side(length: int) -> int:
@@ -154,8 +152,8 @@ class Flow:
         """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
         self.logits.append(logits)
         self.gates.append(gate)
-        self.films = [kept(film, gate) for film in self.films]
-        self.skips = [as_map(kept(as_rows(skip), gate)) for skip in self.skips]
+        self.films = [repeat_rows(film, gate) for film in self.films]
+        self.skips = [as_map(repeat_rows(as_rows(skip), gate)) for skip in self.skips]
 
 
 class Block(nn.Module):
@@ -170,32 +168,18 @@ class Block(nn.Module):
         super().__init__()
         channels = config.channels
         self.residual = Residual(2 * channels if joined else channels, channels, config.groups, cond)
-        self.branch = (
-            RoutedMLP(
-                channels,
-                config.hidden,
-                experts,
-                config.dispatch,
-                std=config.router_std,
-                cap=config.router_cap,
-                logit_norm=config.router_logit_norm,
-            )
-            if experts
-            else None
-        )
+        self.branch = RoutedMLP(channels, config.hidden, experts, config.dispatch, config.router) if experts else None
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
         h = self.residual(h, flow.films.pop(0))
         if self.branch is None:
             return h
-        if flow.route is None:
-            raise ValueError("a routed backbone needs a route policy")
         rows = as_rows(h)
         logits, gate = self.branch.route(rows, len(flow.gates), flow.route)
         flow.take(logits, gate)
-        added = self.branch.experts(held(rows, gate), gate)
-        return as_map(kept(rows, gate) + added.to(rows.dtype))
+        added = self.branch.experts(drop_rows(rows, gate), gate)
+        return as_map(repeat_rows(rows, gate) + added.to(rows.dtype))
 
 
 class UNet(Backbone):
@@ -205,32 +189,33 @@ class UNet(Backbone):
     stride 2 on the way down, and copies of each pixel to 2x2 followed by a convolution on the way up; GroupNorm, SiLU,
     1x1 convolution. A latent vector is appended to the time vector that all blocks read.
 
-    There is no `forward_last`: convolutions follow the last routed block, so a route there moves the logits of many
-    pixels, and a sum over its routes is not a product of sums over each position's.
+    Convolutions follow the last routed block, so a route there moves the logits of many pixels, and a sum over its
+    routes is not a product of sums over each position's.
     """
 
     routes_tokens = False  # positions at S/2 and S/4 are squares of pixels
+    local_last_block = False
 
-    def __init__(self, config: UNetConfig, space: TokenSpace, wants: Wants):
+    def __init__(self, config: UNetConfig, space: TokenSpace, needs: Needs):
         super().__init__()
         channels = config.channels
         self.side = image_side(space.length)
-        self.routed_blocks = sum(ROUTED) if wants.experts else 0
+        self.routed_blocks = sum(ROUTED) if needs.experts else 0
         self.mask_id, self.time_size = space.mask_id, config.time_size
         self.token = nn.Embedding(space.size, channels)
-        self.mark = nn.Parameter(0.02 * torch.randn(channels)) if wants.marks else None
+        self.mark = nn.Parameter(0.02 * torch.randn(channels)) if needs.marks else None
         self.time = nn.Sequential(
             nn.Linear(config.time_size, config.time_hidden),
             nn.SiLU(),
             nn.Linear(config.time_hidden, config.time_hidden),
             nn.SiLU(),
         )
-        self.has_cond = bool(wants.cond)
+        self.has_cond = bool(needs.cond)
         self.stem = conv3(channels, channels)
         self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
         self.up = nn.ModuleList(conv3(channels, channels) for _ in range(2))
         self.blocks = nn.ModuleList(
-            Block(config, joined=joined, cond=config.time_hidden + wants.cond, experts=wants.experts if routed else 0)
+            Block(config, joined=joined, cond=config.time_hidden + needs.cond, experts=needs.experts if routed else 0)
             for joined, routed in zip(JOINED, ROUTED, strict=True)
         )
         self.norm = nn.GroupNorm(config.groups, channels)
@@ -244,7 +229,7 @@ class UNet(Backbone):
         cond: Float[Tensor, "B Z"] | None = None,
         marks: Bool[Tensor, "B L"] | None = None,
         route: Route | None = None,
-    ) -> BackboneOut:
+    ) -> Features:
         """See `Backbone.forward`."""
         rows = self.token(x)
         if self.mark is not None and marks is not None:
@@ -261,8 +246,16 @@ class UNet(Backbone):
         for up in self.up:
             h = next(blocks)(torch.cat([up(doubled(h)), flow.skips.pop()], dim=1), flow)
         h = next(blocks)(h, flow)
-        logits = token_logits(self.head(as_rows(norm_silu(self.norm, h))), self.mask_id)
-        return BackboneOut(logits, tuple(flow.logits), tuple(flow.gates))
+        return Features(as_rows(norm_silu(self.norm, h)), tuple(flow.logits), tuple(flow.gates))
+
+    def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
+        """See `Backbone.read`."""
+        return token_logits(self.head(h), self.mask_id)
+
+    @property
+    def has_mask_output(self) -> bool:
+        """False: the head has V - 1 outputs."""
+        return False
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
         """See `Backbone.grouped`: positions of a finer map lie in squares of a coarser one."""

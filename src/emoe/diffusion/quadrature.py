@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+NODES = {1: 2_000, 2: 60}  # points of the trapezoid rule in each dimension of a latent of that size
+
 
 def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Tensor, " R"]]:
     """Points and log-weights of the trapezoid rule on [-9, 9]^Z for the mean over N(0, I), `nodes` in each dimension.

@@ -44,28 +44,6 @@ def _spread_stride(count: int) -> int:
     return min((a for a in range(1, count + 1) if math.gcd(a, count) == 1), key=lambda a: abs(a - target))
 
 
-MANY = 0.4  # share of rows that are for the most steps, from which a network learns most of all but the latent
-
-
-def step_counts(batch: int, most: int, generator: torch.Generator) -> Float[Tensor, " B"]:
-    """The number of steps T of a sampler for each row: 2^K in 0.4 of them, else 2^k with k uniform in 0..K.
-
-    2^K is the largest power of 2 up to `most`.
-    """
-    last = most.bit_length() - 1
-    noise = torch.rand(2, batch, generator=generator, device=generator.device, dtype=torch.float64)
-    exponent = (noise[0] * (last + 1)).floor().clamp(max=last)
-    return torch.where(noise[1] < MANY, float(last), exponent).exp2().to(torch.float32)
-
-
-def few_step_counts(
-    steps: Float[Tensor, " B"], share: Float[Tensor, ""], generator: torch.Generator
-) -> Float[Tensor, " B"]:
-    """Numbers of steps, of which a share is replaced by 1 or 2, as likely as each other."""
-    noise = torch.rand(2, len(steps), generator=generator, device=generator.device, dtype=torch.float64)
-    return torch.where(noise[0] < share, (1 + 2 * noise[1]).floor().clamp(max=2).to(steps.dtype), steps)
-
-
 def grid_times(steps: int) -> list[float]:
     """t_i = i / T for i = 0..T (Algo. 2); it ends at alpha = 1, so no clean-up pass is needed."""
     if steps < 1:

@@ -141,7 +141,9 @@ def load(path: Path, device: torch.device | str = "cpu", *, groups: Collection[s
     return Checkpoint(step, tensors, meta, path)
 
 
-def load_latest(root: Path, device: torch.device | str = "cpu") -> Checkpoint | None:
+def load_latest(
+    root: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None
+) -> Checkpoint | None:
     """The newest checkpoint that loads; damaged ones are skipped with a warning. None if there are none.
 
     Raises:
@@ -150,7 +152,7 @@ def load_latest(root: Path, device: torch.device | str = "cpu") -> Checkpoint | 
     problems = []
     for folder in reversed(_folders(root)):
         try:
-            return load(folder, device)
+            return load(folder, device, groups=groups)
         except NewerSchemaError:
             raise
         except StorageError as error:

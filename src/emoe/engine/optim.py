@@ -68,11 +68,12 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def step(self, loss: Tensor) -> None:
-        """Apply the gradients of `loss`."""
+    def step(self, loss: Tensor, valid: Tensor | None = None) -> None:
+        """Apply the gradients of `loss`, unless it is not valid."""
         grads = [p.grad for p in self.params if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        bad = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
+        good = torch.isfinite(norm) & torch.isfinite(loss)
+        bad = (~(good if valid is None else good & valid)).to(torch.float32)
         if self.config.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.params, self.config.clip, norm)
         # The fused kernels leave parameters and moments alone where found_inf is 1 (the protocol of GradScaler).

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from emoe import kernels
 from emoe.config import ConfigError
+from emoe.engine.arithmetic import Precision
 from emoe.engine.distributed import World
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
 from emoe.ramps import Ramp
 from emoe.rng import Rng
 from emoe.types import Loss
 
-Precision = Literal["fp32", "tf32", "bf16"]
 WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments and generators
 TABLE_STEPS = 1024  # steps whose numbers go to the device at once: a copy per step would stall the GPU
 
@@ -31,7 +31,7 @@ class Stepper:
     """Forward, backward and update of step h; everything that changes with h enters through device tensors.
 
     With `graph` the first steps run eagerly on a side stream (they are real steps), then one step is captured and
-    all later ones replay it: the same kernels with new data, times, noise, knobs and learning rate.
+    all later ones replay it: the same kernels with new data, times, noise, ramps and learning rate.
 
     With `accumulate` = k the rows of a step are cut into k equal parts, one after the other in memory; their
     gradients, losses and logs are averaged, and then averaged over the ranks of `world`. Each part has random streams
@@ -61,12 +61,16 @@ class Stepper:
         if self.device.type == "cuda":
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what convolutions want
         self.values = torch.zeros(len(self.ramps) + 2, device=self.device)  # ramps, learning rate, EMA decay
-        self.knobs = {name: self.values[i] for i, name in enumerate(self.ramps)}
+        self.ramp = {name: self.values[i] for i, name in enumerate(self.ramps)}
         self.optimizer = Optimizer(module, optim, ema=ema, lr=self.values[-2], ema_decay=self.values[-1])
         self.loss: Loss | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         # With several ranks the steps are eager: a graph would have to hold the exchange between them.
-        self.use_graph = graph and self.device.type == "cuda" and self.world.size == 1
+        on_gpu = self.device.type == "cuda"
+        self.use_graph = graph and on_gpu and self.world.size == 1
+        self.notes = (f"kernels: {kernels.describe(self.device)}",) if on_gpu else ()
+        if graph and on_gpu and not self.use_graph:
+            self.notes += ("CUDA graphs are off with several ranks",)
         self._eager_steps = 0
         self._stream: torch.cuda.Stream | None = None
         self._batch: Tensor | None = None
@@ -115,7 +119,7 @@ class Stepper:
         loss = _mean([self._backward(rows, part) for rows, part in zip(batch.chunk(count), self.parts, strict=True)])
         if self.world.size > 1:
             loss = self._exchange(loss)
-        self.optimizer.step(loss.total)
+        self.optimizer.step(loss.total, loss.valid)
         return loss
 
     def _backward(self, rows: Tensor, rng: Rng) -> Loss:
@@ -124,10 +128,11 @@ class Stepper:
             torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
         )
         with cast:
-            loss = self.module(rows, self.knobs, rng)
+            loss = self.module(rows, self.ramp, rng)
         count = len(self.parts)
         (loss.total if count == 1 else loss.total / count).backward()
-        return Loss(loss.total.detach(), {name: value.detach() for name, value in loss.log.items()})
+        log = {name: value.detach() for name, value in loss.log.items()}
+        return Loss(loss.total.detach(), log, loss.valid, loss.refusal)
 
     def _exchange(self, loss: Loss) -> Loss:
         """Gradients, loss and log as means over the ranks: what follows is the same everywhere, refusals included."""
@@ -137,10 +142,15 @@ class Stepper:
         for p, anywhere in zip(params, used, strict=True):
             if anywhere and p.grad is None:
                 p.grad = torch.zeros_like(p)
-        loss = Loss(loss.total.clone(), {name: value.clone() for name, value in loss.log.items()})
+        log = {name: value.clone() for name, value in loss.log.items()}
+        loss = Loss(loss.total.clone(), log, loss.valid, loss.refusal)
         self.world.average([p.grad for p in params if p.grad is not None])
         self.world.average([loss.total, *loss.log.values()])
-        return loss
+        if loss.valid is None:
+            return loss
+        share = loss.valid.to(loss.total.dtype)
+        self.world.average([share])
+        return Loss(loss.total, log, share == 1, loss.refusal)
 
     def _warm_up(self, batch: Tensor) -> None:
         with _ALONE, self._on_side_stream():
@@ -182,8 +192,11 @@ class Stepper:
 
 
 def _mean(losses: Sequence[Loss]) -> Loss:
-    """The mean of each number over equal parts of a batch."""
+    """The mean of each number over equal parts of a batch; valid if all parts are."""
+    first = losses[0]
     if len(losses) == 1:
-        return losses[0]
-    log = {name: torch.stack([loss.log[name] for loss in losses]).mean(0) for name in losses[0].log}
-    return Loss(torch.stack([loss.total for loss in losses]).mean(), log)
+        return first
+    log = {name: torch.stack([loss.log[name] for loss in losses]).mean(0) for name in first.log}
+    flags = [loss.valid for loss in losses if loss.valid is not None]
+    valid = torch.stack(flags).all() if flags else None
+    return Loss(torch.stack([loss.total for loss in losses]).mean(), log, valid, first.refusal)

@@ -11,43 +11,38 @@ from jaxtyping import Int, Integer
 from torch import Tensor
 
 from emoe.console import Tick
-from emoe.methods.base import MaskedDiffusion, Method
+from emoe.domains.base import Domain
+from emoe.methods.base import Method
 from emoe.rng import Rng, derive_seed
-from emoe.types import Convention, Measurement
+from emoe.types import Likelihood, Measurement
 
+HELD_OUT = 2_000  # rows
 ROWS, LOGITS = 4096, 2**28  # rows of a call, and the most numbers that its logits may be
 
 
-def default_conventions(method: Method) -> list[Convention]:
-    """What is worth printing: the objective, bounds for few steps, and iw with a latent or nelbo without one.
-
-    A method that has likelihoods of its own choosing names them in `conventions`.
-    """
-    names = list(getattr(method, "conventions", ["objective", "bound@1", "bound@4"]))
-    if isinstance(method, MaskedDiffusion):
-        if not method.has_latent:
-            names.append("nelbo")
-        elif type(method).weigh is not MaskedDiffusion.weigh:  # a method may leave its importance weights out
-            names.append("iw@1,16")
-    return [Convention.parse(name) for name in names]
+def held_out_rows(domain: Domain, count: int | None, seed: int) -> Int[Tensor, "n L"]:
+    """`count` rows that were not trained on; default: 2,000, or all where there are fewer."""
+    if count is None:
+        count = HELD_OUT if domain.fresh_rows is None else min(HELD_OUT, domain.fresh_rows)
+    return domain.fresh(count, derive_seed(seed, "held out"))
 
 
-def passes(convention: Convention, repeats: int | None = None) -> int:
+def passes(likelihood: Likelihood, repeats: int | None = None) -> int:
     """How often `estimate_nll` runs all rows, a measure of how long it takes."""
-    return _repeats(convention, repeats) * max(1, convention.draws)
+    return _repeats(likelihood, repeats) * max(1, likelihood.draws)
 
 
-def _repeats(convention: Convention, repeats: int | None) -> int:
-    if convention.kind == "exact":
+def _repeats(likelihood: Likelihood, repeats: int | None) -> int:
+    if likelihood.kind == "exact":
         return 1  # nothing is drawn
-    return repeats or (4 if convention.draws else 8)
+    return repeats or (4 if likelihood.draws else 8)
 
 
 @torch.no_grad()
 def estimate_nll(
     method: Method,
     rows: Int[Tensor, "n L"],
-    convention: Convention,
+    likelihood: Likelihood,
     *,
     repeats: int | None = None,
     seed: int = 0,
@@ -65,15 +60,15 @@ def estimate_nll(
     batch = batch or max(1, min(ROWS, LOGITS // (space.length * space.size)))
     device = next(method.parameters()).device
     rows = rows.to(device)
-    repeats = _repeats(convention, repeats)
-    size = max(1, batch // max(1, convention.draws))
+    repeats = _repeats(likelihood, repeats)
+    size = max(1, batch // max(1, likelihood.draws))
     means = []
     for repeat in range(repeats):
-        rng = Rng(derive_seed(seed, "nll", convention, repeat), device=device)
-        parts = [method.nll_bound(part, convention, rng.at(k)) for k, part in enumerate(rows.split(size))]
+        rng = Rng(derive_seed(seed, "nll", likelihood, repeat), device=device)
+        parts = [method.nll(part, likelihood, rng.at(k)) for k, part in enumerate(rows.split(size))]
         means.append(torch.cat(parts).mean().item())
         if tick is not None:
-            tick(max(1, convention.draws), str(convention))
+            tick(max(1, likelihood.draws), str(likelihood))
     error = statistics.stdev(means) / math.sqrt(repeats) if repeats > 1 else None
     return Measurement("nll", statistics.fmean(means), error, len(rows))
 
@@ -120,17 +115,17 @@ def likelihoods(
     method: Method,
     train: Integer[Tensor, "N L"],
     rows: Int[Tensor, "n L"],
-    conventions: Sequence[Convention],
+    wanted: Sequence[Likelihood],
     seed: int = 0,
     *,
     tick: Tick | None = None,
-) -> list[tuple[Convention, Measurement]]:
+) -> list[tuple[Likelihood, Measurement]]:
     """All measurements of the conventions; the coordination gain where there is a latent and bound@1 is asked for."""
-    found: list[tuple[Convention, Measurement]] = []
-    for convention in conventions:
-        nll = estimate_nll(method, rows, convention, seed=seed, tick=tick)
-        found += [(convention, item) for item in in_units(nll, method.space.length)]
-        if (convention.kind, convention.steps) == ("bound", 1) and getattr(method, "has_latent", False):
+    found: list[tuple[Likelihood, Measurement]] = []
+    for likelihood in wanted:
+        nll = estimate_nll(method, rows, likelihood, seed=seed, tick=tick)
+        found += [(likelihood, item) for item in in_units(nll, method.space.length)]
+        if (likelihood.kind, likelihood.steps) == ("bound", 1) and method.has_latent:
             factorised = factorised_nll(train.cpu(), rows.cpu(), method.space.size)
-            found.append((convention, coordination_gain(nll, factorised, method.space.length)))
+            found.append((likelihood, coordination_gain(nll, factorised, method.space.length)))
     return found

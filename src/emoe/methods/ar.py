@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -15,11 +15,11 @@ from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError
 from emoe.diffusion.categorical import draw_categorical
-from emoe.diffusion.chunks import total_and_target
-from emoe.diffusion.masking import start_rows
-from emoe.methods.base import Method, MethodConfig
+from emoe.diffusion.head import total_and_target
+from emoe.diffusion.samplers import OnStep
+from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Convention, Loss, StepEvent, TokenSpace, Wants
+from emoe.types import Likelihood, Loss, Needs, StepEvent, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +27,21 @@ class ARConfig(MethodConfig, kind="ar"):
     """AR has no options of its own."""
 
     def conflicts(self) -> Iterator[str]:
-        """What cannot go together."""
+        """Combinations that are not allowed."""
         if self.head_share < 1:
-            yield "head_share: has no meaning without masks, since every position is predicted; use 1"
+            yield "head_share: has no effect without masks, since every position is predicted; use 1"
 
-    def wants(self) -> Wants:
+    def needs(self) -> Needs:
         """A causal network with a cache."""
-        return Wants(causal=True, head_chunk=self.head_chunk)
+        return Needs(causal=True)
+
+    def allowed_nfe(self, wanted: Iterable[int], length: int) -> tuple[int, ...]:
+        """One call per token."""
+        return (length,)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> AR:
         """Make the method."""
-        if lines := list(backbone.refusals(self.wants())):
+        if lines := list(backbone.unsupported(self.needs())):
             raise ConfigError(lines)
         return AR(self, space, backbone)
 
@@ -50,56 +54,58 @@ class AR(Method):
     tokens is the NLL of the whole row.
     """
 
-    conventions: ClassVar[tuple[str, ...]] = ("exact",)
+    label, colour = "AR", "#79706e"
+    backbone: Any  # a causal one, with `extend`
 
     def __init__(self, config: ARConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__()
-        self.config, self.space, self.ramps = config, space, {}
-        self.backbone = backbone.build(space, config.wants())
+        super().__init__(config, space)
+        self.backbone = backbone.build(space, config.needs())
 
     def token_nll(self, x0: Int[Tensor, "B L"]) -> Float[Tensor, "B L"]:
         """-log p(x^l | x^<l) of every token, in nats. One network call."""
         shifted = torch.cat([torch.full_like(x0[:, :1], self.space.mask_id), x0[:, :-1]], 1)
-        t = torch.zeros(len(x0), device=x0.device)
+        h = self.backbone(shifted, torch.zeros(len(x0), device=x0.device)).h
         if self.config.head_chunk:
-            h, _, _ = self.backbone.features(shifted, t)
             total, chosen = total_and_target(h, *self.backbone.head_weights(), x0, self.config.head_chunk)
             return total - chosen
-        logits = self.backbone(shifted, t).logits
+        logits = self.backbone.read(h)
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)
 
-    def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Mean NLL in nats per token."""
         with dropout_from(self, rng.stream("dropout")):
             total = self.token_nll(x0).mean()
         return Loss(total, {"loss": total})
 
+    def likelihoods(self) -> tuple[str, ...]:
+        """The NLL itself."""
+        return ("exact",)
+
     @torch.no_grad()
-    def nll_bound(self, x0: Int[Tensor, "B L"], convention: Convention, rng: Rng) -> Float[Tensor, " B"]:
-        """`exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other convention."""
-        if convention.kind != "exact":
-            raise ConfigError([f"likelihood: 'ar' has no {convention}; it knows the NLL itself, ask for exact"])
+    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
+        """`exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other likelihood."""
+        if likelihood.kind != "exact":
+            raise ConfigError([f"likelihood: 'ar' has no {likelihood}; it knows the NLL itself, ask for exact"])
         return self.token_nll(x0).double().sum(-1)
 
     @torch.no_grad()
     def sample(
         self,
-        n: int,
-        steps: int,
+        x: Int[Tensor, "n L"],
+        nfe: int,
         rng: Rng,
         *,
-        given: Int[Tensor, "n L"] | None = None,
-        on_step: Callable[[StepEvent], None] | None = None,
+        sampler: SamplerConfig = PLAIN,
+        on_step: OnStep | None = None,
     ) -> Int[Tensor, "n L"]:
         """Draw token after token in float64, with a cache of keys and values; one network call per token, given or not.
 
-        Given tokens must come first in their row, each row with as many as it likes: then the rest is drawn from
-        p(rest | given) exactly. Tokens to the right of a mask cannot be given: p(x^l | x^<l) does not know of them.
+        Given tokens must come first in their row, each row with as many as it likes: then the others are drawn from
+        p(others | given) exactly. Tokens to the right of a mask cannot be given: p(x^l | x^<l) does not see them.
         """
         length, mask_id = self.space.length, self.space.mask_id
-        if steps != length:
-            raise ConfigError([f"nfe: 'ar' needs one call per token: steps = {length}, got {steps}"])
-        x = start_rows(given, n, self.space, next(self.parameters()).device)
+        if nfe != length:
+            raise ConfigError([f"nfe: 'ar' needs one call per token: {length}, got {nfe}"])
         wanted = x == mask_id
         if (wanted[:, :-1] & ~wanted[:, 1:]).any():
             raise ConfigError(
@@ -108,16 +114,16 @@ class AR(Method):
                     "those to its right; for gaps take a masked diffusion method"
                 ]
             )
-        cache, token = self.backbone.new_cache(), torch.full_like(x[:, :1], mask_id)
-        for place in range(length):
-            left = length - place
+        x, cache, token = x.clone(), self.backbone.new_cache(), torch.full_like(x[:, :1], mask_id)
+        for position in range(length):
+            left = length - position
             rng.at(left)
             logits = self.backbone.extend(token, cache)[:, 0]
-            new = wanted[:, place]
-            x[:, place] = torch.where(new, draw_categorical(logits, rng.stream("token")), x[:, place])
-            token = x[:, place : place + 1]
+            new = wanted[:, position]
+            x[:, position] = torch.where(new, draw_categorical(logits, rng.stream("token")), x[:, position])
+            token = x[:, position : position + 1]
             if on_step is not None:
                 revealed = torch.zeros_like(wanted)
-                revealed[:, place] = new
+                revealed[:, position] = new
                 on_step(StepEvent(left, left / length, x.clone(), revealed, None))
         return x

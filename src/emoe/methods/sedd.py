@@ -1,25 +1,30 @@
-"""SEDD: masked diffusion that learns ratios of probabilities by score entropy (Lou et al. 2024)."""
+"""SEDD: masked diffusion that learns ratios of probabilities by score entropy (Lou et al. 2024).
+
+With alpha = e^-sigma the ratio of x with a masked position set to y, and x itself, is r * p(x0^l = y | clean tokens),
+where r = alpha / (1 - alpha) = 1 / (e^sigma - 1). The network predicts s_y for all y ("concrete scores").
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.masking import mask_tokens, start_rows
+from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.masking import NEG_INF, mask_tokens, reveal_probability
+from emoe.diffusion.samplers import READ_AT_ONCE, OnStep, grid
 from emoe.diffusion.schedule import LogLinearSchedule
-from emoe.diffusion.score import analytic, log_scale, log_score, score_entropy
 from emoe.diffusion.times import stratified_times
-from emoe.methods.base import Method, MethodConfig
+from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Convention, Loss, StepEvent, TokenSpace, Wants
+from emoe.types import Likelihood, Loss, Needs, StepEvent, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +36,13 @@ class SEDDConfig(MethodConfig, kind="sedd"):
     )
     t_low: float = option(1e-3, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
-    def wants(self) -> Wants:
+    def needs(self) -> Needs:
         """A network that reads the time, since ratios depend on it."""
-        return Wants(time=True, head_chunk=self.head_chunk)
+        return Needs(time=True)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> SEDD:
         """Make the method."""
-        if lines := list(backbone.refusals(self.wants())):
+        if lines := list(backbone.unsupported(self.needs())):
             raise ConfigError(lines)
         return SEDD(self, space, backbone)
 
@@ -45,66 +50,60 @@ class SEDDConfig(MethodConfig, kind="sedd"):
 class SEDD(Method):
     """Scores s_y of all symbols y at each masked position, in place of the probabilities of x0.
 
-    Loss at time t: sigma'(t) * sum over masked l of [sum_y s_y - r log s_x0 + r (log r - 1)], r = 1 / (e^sigma - 1).
+    Loss at time t: sigma'(t) * sum over masked l of [sum_y s_y - r log s_x0 + r (log r - 1)].
     Since sigma' r = -alpha' / (1 - alpha) = 1 / t, this is (1 / t) * sum over masked l of
     [-log x_theta(x0^l) + (c_l - 1 - log c_l)], with x_theta = s / sum s and c = sum_y s_y / r: MDLM's loss, and a price
     for scores whose sum is not the rate at which tokens are revealed.
     """
 
-    conventions: ClassVar[tuple[str, ...]] = ("nelbo",)
+    label, colour = "SEDD", "#b07aa1"
 
     def __init__(self, config: SEDDConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__()
-        self.config, self.space, self.ramps = config, space, {}
+        super().__init__(config, space)
         self.schedule = LogLinearSchedule(eps=config.eps)
-        self.backbone = backbone.build(space, config.wants())
+        self.backbone = backbone.build(space, config.needs())
 
     def sigma(self, t: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """-log(1 - (1 - eps) t), in float64."""
         return -torch.log1p(-(1 - self.config.eps) * t.double())
 
     def log_score(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]) -> Float[Tensor, "B L V"]:
-        """log s, 0 at the current token; one network call. At clean positions it means nothing."""
-        return log_score(self.backbone(xt, t).logits, xt, self.sigma(t))
+        """log s = network - log(e^sigma - 1) - log(V - 1), and 0 at the current token; one network call."""
+        logits = self.backbone.read(self.backbone(xt, t).h)
+        scaled = logits - log_scale(self.sigma(t), self.space.size)[:, None, None].to(logits.dtype)
+        return scaled.scatter(-1, xt[..., None], 0.0)
 
-    def forward(self, x0: Int[Tensor, "B L"], knobs: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged apart."""
-        t = stratified_times(
-            len(x0), rng.stream("time", shared=True), low=self.config.t_low, rank=rng.rank, world=rng.world
-        )
+        generator = rng.stream("time", shared=True)
+        t = stratified_times(len(x0), generator, low=self.config.t_low, rank=rng.rank, world=rng.world)
         xt = mask_tokens(x0, self.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
-            loss, recon = self.score_loss(x0, xt, t)
+            loss, recon, valid = self.score_loss(x0, xt, t)
         total, recon = (value.mean() / self.space.length for value in (loss, recon))
-        return Loss(total, {"loss": total, "recon": recon, "excess": total - recon})
+        return Loss(total, {"loss": total, "recon": recon, "excess": total - recon}, valid, self.refusal())
 
     def score_loss(
         self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]
-    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """The loss of each row at its time, in nats, and the part of it that is (1 / t) * masked NLL of s / sum s."""
-        total, target = self._total_and_target(x0, xt, t)
+    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"], Bool[Tensor, ""] | None]:
+        """The loss of each row in nats, its part (1 / t) * masked NLL of s / sum s, and `Scores.valid`."""
+        masked = xt == self.space.mask_id
+        total, target, valid = self.scores(self.backbone(xt, t).h, x0, masked)
         sigma = self.sigma(t)
         scale = log_scale(sigma, self.space.size)[:, None].to(total.dtype)
         entropy = score_entropy(total - scale, target - scale, sigma)
-        masked = xt == self.space.mask_id
         slope = ((1 - self.config.eps) * sigma.exp()).to(total.dtype)  # sigma'(t)
         loss = slope * torch.where(masked, entropy, 0.0).sum(-1)
         with torch.no_grad():
             recon = self.schedule.elbo_weight(t).to(total.dtype) * torch.where(masked, total - target, 0.0).sum(-1)
-        return loss, recon
+        return loss, recon, valid
 
-    def _total_and_target(
-        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]
-    ) -> tuple[Float[Tensor, "B L"], Float[Tensor, "B L"]]:
-        """log sum_y e^a_y over all symbols but the mask, and a_x0, of the network's output a."""
-        if self.config.head_chunk:
-            h, _, _ = self.backbone.features(xt, t)
-            return self.read_masked(h, x0, xt == self.space.mask_id)
-        logits = self.backbone(xt, t).logits  # the mask's column is -inf
-        return logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
+    def likelihoods(self) -> tuple[str, ...]:
+        """The bound of its score entropy."""
+        return ("nelbo",)
 
     @torch.no_grad()
-    def nll_bound(self, x0: Int[Tensor, "B L"], convention: Convention, rng: Rng) -> Float[Tensor, " B"]:
+    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
         """nelbo: the loss at t ~ U(0, 1], one draw per row, times stratified over the batch; nats per row.
 
         It bounds the NLL of the sampler's chain in the limit of many steps: from all masks at t = 1, symbols y appear
@@ -114,8 +113,8 @@ class SEDD(Method):
         (1 - eps) t_low to 1 - eps: with G(m) the mean entropy of x0 given x with a share m masked, the integral of
         the loss over [t_low, 1] is then G(1 - eps) - G((1 - eps) t_low), where G(0) = 0 and G(1) = H.
         """
-        if convention.kind != "nelbo":
-            raise ConfigError([f"likelihood: sedd has nelbo alone, the bound of its score entropy, not {convention}"])
+        if likelihood.kind != "nelbo":
+            raise ConfigError([f"likelihood: sedd has nelbo only, the bound of its score entropy, not {likelihood}"])
         t = stratified_times(len(x0), rng.stream("time", shared=True), rank=rng.rank, world=rng.world)
         xt = mask_tokens(x0, 1 - t, self.space.mask_id, rng.stream("mask"))
         return self.score_loss(x0, xt, t)[0].double()
@@ -123,17 +122,78 @@ class SEDD(Method):
     @torch.no_grad()
     def sample(
         self,
-        n: int,
-        steps: int,
+        x: Int[Tensor, "n L"],
+        nfe: int,
         rng: Rng,
         *,
-        given: Int[Tensor, "n L"] | None = None,
-        on_step: Callable[[StepEvent], None] | None = None,
+        sampler: SamplerConfig = PLAIN,
+        on_step: OnStep | None = None,
     ) -> Int[Tensor, "n L"]:
-        """The analytic (Tweedie) sampler with exactly `steps` network calls, see `analytic`."""
-        x = start_rows(given, n, self.space, next(self.parameters()).device)
+        """The analytic (Tweedie) sampler on the grid t_i = i / T with exactly `nfe` network calls.
 
-        def alpha(t: float) -> float:
-            return float(self.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
+        The last step goes from t_1 = 1 / T to 0 and is the denoiser, with the mask's probability removed. The authors'
+        program takes `steps` analytic steps down to t = 1e-5 and then one denoising call there, at which almost no
+        mask is left: it makes steps + 1 calls, on the grid of `steps` intervals of [1e-5, 1].
+        """
+        for step in grid(self.schedule, nfe):
+            rng.at(step.number)
+            log_s = self.log_score(x, torch.full((len(x),), step.time, device=x.device))
+            streams = rng.stream("reveal"), rng.stream("token")
+            x, revealed = tweedie_step(log_s, x, step.alpha_s, step.alpha_t, self.space.mask_id, *streams)
+            if on_step is not None:
+                on_step(StepEvent(step.number, step.time, x, revealed, None))
+        return x
 
-        return analytic(self.log_score, x, alpha, steps, rng, mask_id=self.space.mask_id, on_step=on_step)
+
+def log_scale(sigma: Float[Tensor, " B"], size: int) -> Float[Tensor, " B"]:
+    """log(e^sigma - 1) + log(V - 1), subtracted from the network's output, whose mean is then about 0."""
+    return torch.log(torch.expm1(sigma)) + math.log(size - 1)
+
+
+def score_entropy(
+    log_total: Float[Tensor, "B L"], log_target: Float[Tensor, "B L"], sigma: Float[Tensor, " B"]
+) -> Float[Tensor, "B L"]:
+    """sum_y s_y - r log s_x0 + r (log r - 1) of a masked position, r = 1 / (e^sigma - 1); y is any symbol but the mask.
+
+    Zero if s is r at x0 and zero elsewhere, positive otherwise. Written with c = sum_y s_y / r and x_theta = s / (r c)
+    it is r [-log x_theta(x0) + (c - 1 - log c)], which is how it is computed: the terms of size r log r cancel.
+
+    Args:
+        log_total: log sum_y s_y.
+        log_target: log s_x0.
+        sigma: Noise of each row.
+    """
+    log_r = -torch.log(torch.expm1(sigma))[:, None].to(log_total.dtype)
+    return log_r.exp() * (torch.exp(log_total - log_r) - 1 - (log_target - log_r))
+
+
+def tweedie_step(
+    log_s: Float[Tensor, "B L V"],
+    xt: Int[Tensor, "B L"],
+    alpha_s: float,
+    alpha_t: float,
+    mask_id: int,
+    reveal: torch.Generator,
+    token: torch.Generator,
+) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Draw x_s from the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y) with d = sigma_t - sigma_s.
+
+    (e^d - 1) r is a = (alpha_s - alpha_t) / (1 - alpha_t), so a masked position is revealed with probability
+    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. alpha_s = 1 reveals all. Also
+    returns which positions were revealed.
+    """
+    is_mask = torch.arange(log_s.shape[-1], device=log_s.device) == mask_id
+
+    def at(positions: Bool[Tensor, "B L"], value: Callable[[Tensor], Tensor]) -> Tensor:
+        # Some positions at a time: in float64 all B * L * V numbers would be most of a step's work and memory.
+        parts = log_s[positions].split(READ_AT_ONCE)
+        return torch.cat([value(part.double().masked_fill(is_mask, NEG_INF)) for part in parts])
+
+    u = torch.rand(xt.shape, generator=reveal, device=xt.device, dtype=torch.float64)
+    revealed = xt == mask_id
+    if alpha_s < 1:
+        r = alpha_t / (1 - alpha_t)
+        a = float(reveal_probability(alpha_s, alpha_t))
+        chance = a / r * at(revealed, lambda part: part.logsumexp(-1)).exp()
+        revealed = revealed.masked_scatter(revealed, u[revealed] < chance)
+    return xt.masked_scatter(revealed, at(revealed, lambda part: draw_categorical(part, token))), revealed

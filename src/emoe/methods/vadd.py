@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,14 +13,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
-from emoe.config import option
+from emoe.config import ConfigError, option
 from emoe.diffusion.categorical import gaussian_kl
 from emoe.diffusion.masking import subs
-from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig, Predicted, log_token_of
+from emoe.diffusion.quadrature import NODES, gaussian_grid, gaussian_points
+from emoe.methods.base import BUDGET
+from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep, RowLoss
 from emoe.ramps import Linear, Ramp
-from emoe.rng import Rng
-from emoe.routing.estimators import SMALLEST_BETA
-from emoe.types import Denoised, Inference, Objective, TokenSpace, Wants, Weighed
+from emoe.rng import Rng, derive_seed
+from emoe.routing.compare import SMALLEST_BETA
+from emoe.routing.latent import CHUNK, too_large
+from emoe.types import Mixture, Needs, Noised, TokenSpace
+
+SAMPLES = 4_096  # latents drawn for the fully masked row where Z is too large for quadrature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +41,17 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
         False, doc="put -alpha'/(1-alpha) on the KL too, as VADD publishes it; false: as the E-MoE paper prints it"
     )
 
-    def wants(self) -> Wants:
+    def needs(self) -> Needs:
         """A latent vector and an encoder of mean and log standard deviation."""
-        return Wants(cond=self.latent, encoder=2 * self.latent, head_chunk=self.head_chunk, time=self.step_aware)
+        return Needs(cond=self.latent, encoder=2 * self.latent)
+
+    def variant(self) -> tuple[str, str]:
+        """VADD+ trains the importance-weighted bound of several draws."""
+        return ("-plus", "+") if self.draws > 1 else ("", "")
+
+    def tiny(self) -> VADDConfig:
+        """One dimension."""
+        return replace(self, latent=1)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> VADD:
         """Make the method."""
@@ -45,56 +59,48 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Latents drawn from the encoder for N = B * K rows, the draws of a row one after the other."""
+class GaussianLatent:
+    """z = mean + std * noise for N rows, with the prior N(0, I)."""
 
     mean: Float[Tensor, "N Z"]
     log_std: Float[Tensor, "N Z"]
-    log_ratio: Float[Tensor, " N"]  # log N(z; 0, I) - log N(z; mean, std^2)
-    out: Predicted
+    noise: Float[Tensor, "N Z"]
+
+    @cached_property
+    def z(self) -> Float[Tensor, "N Z"]:
+        """The latent vectors."""
+        return self.mean + self.log_std.exp() * self.noise
+
+    def kl(self) -> Float[Tensor, " N"]:
+        """KL(N(mean, std^2) || N(0, I))."""
+        return gaussian_kl(self.mean, self.log_std)
+
+    def log_ratio(self) -> Float[Tensor, " N"]:
+        """log N(z; 0, I) - log N(z; mean, std^2)."""
+        return (0.5 * (self.noise.square() - self.z.square()) + self.log_std).sum(-1)
 
 
 class VADD(MaskedDiffusion):
     """p(x_s | x_t) = integral of p(x_s | x_t, z) N(z; 0, I) dz; a fresh z at every step (Eq. 4)."""
 
-    config: VADDConfig
+    label, colour, has_latent = "VADD", "#f28e2b", True
 
     def __init__(self, config: VADDConfig, space: TokenSpace, backbone: BackboneConfig):
         super().__init__(config, space, ramps={"kl_weight": config.kl_weight})
-        self.backbone = backbone.build(space, config.wants())
-        self.encoder = backbone.build_encoder(space, config.wants())
+        self.backbone = backbone.build(space, config.needs())
+        self.encoder = backbone.build_encoder(space, config.needs())
+        self.draws_components = config.latent not in NODES
 
-    def kl_weight(self, t: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
+    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
         """lambda, or lambda * (-alpha' / (1 - alpha)) with `elbo_weighted`."""
-        weight = knobs["kl_weight"]
-        return weight * self.config.schedule.elbo_weight(t) if self.config.elbo_weighted else weight
+        return ramp["kl_weight"] * noised.weight if self.config.elbo_weighted else ramp["kl_weight"]
 
-    def step_kl_weight(self, steps: Float[Tensor, " B"], knobs: Mapping[str, Tensor]) -> Tensor:
-        """lambda * T."""
-        return knobs["kl_weight"] * steps
+    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
+        """z from the encoder's Gaussian, which sees x0, t and the mask pattern of xt."""
+        mean, log_std = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id).chunk(2, dim=-1)
+        return self._under(noised, mean, log_std, rng)
 
-    def infer(
-        self,
-        x0: Int[Tensor, "B L"],
-        xt: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
-        knobs: Mapping[str, Tensor],
-        rng: Rng,
-    ) -> Inference:
-        """z = mean + std * noise from the encoder's Gaussian, which sees x0, t and the mask pattern of xt."""
-        drawn = self._posterior(x0, xt, t, rng)
-        kl = gaussian_kl(drawn.mean, drawn.log_std)
-        return Inference(drawn.out.log_x_theta, kl, log_token=drawn.out.log_token)
-
-    def objective(
-        self,
-        x0: Int[Tensor, "B L"],
-        xt: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
-        knobs: Mapping[str, Tensor],
-        rng: Rng,
-        steps: Float[Tensor, " B"] | None = None,
-    ) -> Objective:
+    def infer_training(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
         """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
 
         beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda
@@ -102,43 +108,49 @@ class VADD(MaskedDiffusion):
         """
         draws = self.config.draws
         if draws == 1:
-            return super().objective(x0, xt, t, knobs, rng, steps)
-        drawn = self._posterior(x0, xt, self.told(t, steps), rng, draws)
-        nll = -log_token_of(drawn.out, x0.repeat_interleave(draws, dim=0)).sum(-1).view(len(x0), draws)
-        recon = self.recon_weight(t, steps)[:, None] * nll
-        beta = self.kl_weight_of(t, steps, knobs).clamp(min=SMALLEST_BETA)
-        value = drawn.log_ratio.view(len(x0), draws) - recon / (beta[:, None] if beta.ndim else beta)
+            return self.infer(noised, ramp, rng)
+        parameters = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id).chunk(2, dim=-1)
+        mean, log_std = (value.repeat_interleave(draws, dim=0) for value in parameters)
+        out = self._under(noised.repeated(draws), mean, log_std, rng)
+        recon = noised.weight[:, None] * -out.log_token.sum(-1).view(-1, draws)
+        beta = self.kl_weight(noised, ramp).clamp(min=SMALLEST_BETA)
+        value = out.latent.log_ratio().view(-1, draws) - recon / (beta[:, None] if beta.ndim else beta)
         loss = -beta * (value.logsumexp(1) - math.log(draws))
-        kl = gaussian_kl(drawn.mean, drawn.log_std).view(len(x0), draws).mean(1)
-        return Objective(loss, recon.mean(1), kl, None, {})
+        rows = RowLoss(loss, recon.mean(1), out.latent.kl().view(-1, draws).mean(1))
+        return Inferred(out.log_token, out.latent, rows=rows, valid=out.valid)
 
-    def weigh(self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Weighed:
-        """log N(z; 0, I) - log N(z; mean, std^2) for z = mean + std * noise."""
-        drawn = self._posterior(x0, xt, t, rng)
-        return Weighed(drawn.out.log_x_theta, drawn.log_ratio, drawn.out.log_token)
+    def _under(self, noised: Noised, mean: Float[Tensor, "N Z"], log_std: Float[Tensor, "N Z"], rng: Rng) -> Inferred:
+        latent = GaussianLatent(mean, log_std, self._noise(mean, rng))
+        log_token, _, valid = self.predict(noised, noised.xt, noised.t, cond=latent.z)
+        return Inferred(log_token, latent, valid=valid)
 
-    def _posterior(
-        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng, draws: int = 1
-    ) -> Drawn:
-        """The encoder's Gaussian and `draws` of it for each row, under which the network runs in one call."""
-        mean, log_std = self.encoder(x0, t, xt == self.space.mask_id).chunk(2, dim=-1)
-        if draws > 1:
-            mean, log_std = mean.repeat_interleave(draws, dim=0), log_std.repeat_interleave(draws, dim=0)
-            x0, xt, t = (value.repeat_interleave(draws, dim=0) for value in (x0, xt, t))
-        noise = self._noise(mean, rng)
-        z = mean + log_std.exp() * noise
-        log_ratio = (0.5 * (noise.square() - z.square()) + log_std).sum(-1)
-        return Drawn(mean, log_std, log_ratio, self.predict(x0, xt, xt, t, cond=z))
-
-    def denoise(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"], rng: Rng) -> Denoised:
-        """z ~ N(0, I), then one factorised step."""
-        prior = self.prior(xt, rng)
-        return Denoised(subs(self.backbone(xt, t, **prior).logits, xt, self.space.mask_id), prior["cond"])
-
-    def prior(self, xt: Int[Tensor, "B L"], rng: Rng) -> dict[str, Any]:
+    def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
         """z ~ N(0, I)."""
-        like = torch.empty(len(xt), self.config.latent, device=xt.device, dtype=next(self.parameters()).dtype)
-        return {"cond": self._noise(like, rng)}
+        like = torch.empty(len(step.x), self.config.latent, device=step.x.device, dtype=next(self.parameters()).dtype)
+        return {"cond": torch.zeros_like(like) if step.greedy else self._noise(like, rng)}
+
+    @torch.no_grad()
+    def components(
+        self, xt: Int[Tensor, "B L"], t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
+    ) -> Mixture:
+        """Points of a trapezoid rule if Z <= 2, else `samples` equally weighted latents; all rows share them."""
+        size, rows = self.config.latent, len(xt)
+        if samples is None and size in NODES:
+            z, log_weight = gaussian_grid(size, NODES[size])
+        else:
+            z = gaussian_points(samples or max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
+            log_weight = z.new_full((len(z),), -math.log(len(z)))
+        if len(z) * rows > budget:
+            raise ConfigError([too_large(f"VADD has {len(z)} values of its latent", rows, budget)])
+        z = z.to(next(self.parameters()))
+        pairs = torch.cartesian_prod(torch.arange(rows, device=xt.device), torch.arange(len(z), device=xt.device))
+        parts = []
+        for part in pairs.split(CHUNK.get(xt.device.type, 256)):
+            x = xt[part[:, 0]]
+            out = self.backbone(x, torch.full((len(x),), t, device=x.device), cond=z[part[:, 1]])
+            parts.append(subs(self.backbone.read(out.h).double(), x, self.space.mask_id))
+        log_token = torch.cat(parts).unflatten(0, (rows, len(z)))
+        return Mixture(log_weight.to(xt.device).expand(rows, -1), log_token)
 
     @staticmethod
     def _noise(like: Float[Tensor, "B Z"], rng: Rng) -> Float[Tensor, "B Z"]:

@@ -1,33 +1,64 @@
-"""Recipes: one Python function per row of the paper's tables (and a few of our own), each returning an experiment."""
+"""Recipes: names for experiments, one for each row of the paper's tables and a few of our own."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from emoe.config import ConfigError, hint
 from emoe.experiment import Experiment
 
-_RECIPES: dict[str, Callable[[], Experiment]] = {}
+
+class Recipe(NamedTuple):
+    """A named experiment with a line of description."""
+
+    doc: str
+    build: Callable[[], Experiment]
+    origin: str  # where it is defined
+
+
+_RECIPES: dict[str, Recipe] = {}
+_ALIASES: dict[str, str] = {}
 
 
 def recipe(build: Callable[[], Experiment]) -> Callable[[], Experiment]:
-    """Register a function under its name with dashes: `toy_8modes_emoe` becomes `toy-8modes-emoe`."""
-    _RECIPES[build.__name__.replace("_", "-")] = build
+    """Register a function under its name with dashes: `my_data_emoe` becomes `my-data-emoe`."""
+    doc = (build.__doc__ or "").strip().partition("\n")[0]
+    _add(build.__name__.replace("_", "-"), Recipe(doc, build, f"{build.__module__}.{build.__qualname__}"))
     return build
 
 
-def all_recipes() -> dict[str, Callable[[], Experiment]]:
-    """Name -> function of every recipe in this package and of those registered by the user."""
+def register(origin: str, rows: Iterable[tuple[str, Experiment]]) -> None:
+    """Register experiments under their own names, with their descriptions."""
+    for doc, experiment in rows:
+        _add(experiment.name, Recipe(doc, lambda experiment=experiment: experiment, origin))  # type: ignore[misc]
+
+
+def alias(old: str, name: str) -> None:
+    """Keep an earlier name of a recipe for a release."""
+    _ALIASES[old] = name
+
+
+def _add(name: str, new: Recipe) -> None:
+    other = _RECIPES.get(name, new)
+    if other.origin != new.origin:
+        raise ConfigError([f"recipe: {name!r} is already in {other.origin}; choose another name"])
+    _RECIPES[name] = new
+
+
+def all_recipes() -> dict[str, Recipe]:
+    """Every recipe of this package and those registered by the user, by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return dict(sorted(_RECIPES.items()))
 
 
 def get_recipe(name: str) -> Experiment:
-    """Build the experiment of a recipe."""
+    """Build the experiment of a recipe; earlier names work too."""
     recipes = all_recipes()
+    name = _ALIASES.get(name, name)
     if name not in recipes:
         raise ConfigError([f"recipe: {name!r} is not known{hint(name, list(recipes))}"])
-    return recipes[name]()
+    return recipes[name].build()

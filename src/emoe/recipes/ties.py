@@ -1,22 +1,24 @@
 """Rows of tied symbols: whether a latent keeps long rows in agreement within few steps.
 
-Meant to be varied: --domain.family sums --domain.length 64 --backbone.depth 6.
+To be varied: --domain.family sums --domain.length 64 --backbone.depth 6.
 """
 
 from __future__ import annotations
 
 from emoe.backbones.transformer import TransformerConfig
 from emoe.domains.ties import TiesConfig
+from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
-from emoe.engine.trainer import TrainConfig
 from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.recipes import recipe
+from emoe.recipes import alias, register
+from emoe.routing.compare import CompareConfig
 
 T_LOW = 1 / 64
+DOC = "{} on rows of tied symbols, pairs of length 16 unless changed."
 
 
 def _ties(name: str, method: MethodConfig) -> Experiment:
@@ -32,36 +34,23 @@ def _ties(name: str, method: MethodConfig) -> Experiment:
     )
 
 
-@recipe
-def ties_mdlm() -> Experiment:
-    """MDLM on rows of tied symbols, pairs of length 16 unless changed."""
-    return _ties("ties-mdlm", MDLMConfig(t_low=T_LOW))
+WAKE_SLEEP = EMoEConfig(
+    t_low=T_LOW,
+    compare=CompareConfig(estimator="wake-sleep", draws=4, credit="position", in_turn=True, sum_last=True),
+    balance=0.3,
+    usage_floor=1.5,
+)
 
-
-@recipe
-def ties_vadd() -> Experiment:
-    """VADD on rows of tied symbols, pairs of length 16 unless changed."""
-    return _ties("ties-vadd", VADDConfig(t_low=T_LOW))
-
-
-@recipe
-def ties_emoe() -> Experiment:
-    """E-MoE on rows of tied symbols, pairs of length 16 unless changed."""
-    return _ties("ties-emoe", EMoEConfig(t_low=T_LOW))
-
-
-@recipe
-def ties_emoe_plus() -> Experiment:
-    """E-MoE on rows of tied symbols, with routes that positions code in turn (docs/learning-the-latent.md)."""
-    method = EMoEConfig(
-        t_low=T_LOW,
-        estimator="wake-sleep",
-        gradient="none",
-        draws=4,
-        credit="position",
-        last_block="summed",
-        carriers="spread",
-        balance=0.3,
-        balance_form="floor",
-    )
-    return _ties("ties-emoe-plus", method)
+register(
+    __name__,
+    [
+        (DOC.format("MDLM"), _ties("ties-mdlm", MDLMConfig(t_low=T_LOW))),
+        (DOC.format("VADD"), _ties("ties-vadd", VADDConfig(t_low=T_LOW))),
+        (DOC.format("E-MoE"), _ties("ties-emoe", EMoEConfig(t_low=T_LOW))),
+        (
+            "E-MoE on rows of tied symbols, learned by wake-sleep with routes in turn (docs/learning-the-latent.md).",
+            _ties("ties-emoe-wake-sleep", WAKE_SLEEP),
+        ),
+    ],
+)
+alias("ties-emoe-plus", "ties-emoe-wake-sleep")

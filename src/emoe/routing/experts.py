@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from emoe.diffusion.chunks import product_dtype
+from emoe.diffusion.head import product_dtype
 from emoe.kernels import compiled, kernel
 from emoe.types import Gate
 
-Dispatch = Literal["auto", "loop", "grouped", "dense"]
+Dispatch = Literal["auto", "loop", "grouped", "dense", "sliced"]
 Activation = Literal["gelu", "gelu-tanh"]
 LARGE = 256  # width from which on a GPU is quicker with grouped products than with all experts everywhere
 
@@ -28,10 +28,10 @@ class RoutedExperts(nn.Module):
     out = sum_j weight_j * expert_j(x). With a straight-through gate the values are (1, 0, ...): the first expert is
     the output, the others only give the gradient of their weight, so they run without a gradient of their own.
 
-    `dispatch`: "loop" visits each expert's rows (the reference, any precision); "grouped" sorts rows by expert and
-    runs grouped matrix products; "dense" computes all experts everywhere, which pays where they are small.
-    "auto" takes grouped where such products exist and pay: on a CPU, and for large experts on a GPU; else dense on a
-    GPU and the loop on a CPU.
+    `dispatch`: "loop" visits the rows of each expert (the reference, any precision); "grouped" sorts rows by expert and
+    runs grouped matrix products; "dense" computes all experts everywhere, which pays in training where they are small;
+    "sliced" sorts rows and runs each expert on its slice, for which the host waits once. "auto" takes grouped where
+    such products exist and pay; otherwise the loop on a CPU, and on a GPU dense in training and sliced outside it.
 
     `activation`: "gelu" is exact, "gelu-tanh" the approximation 0.5 u (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))).
     """
@@ -49,14 +49,14 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
         """Run the gate's experts on x: B rows, or K for each of them where the gate holds K draws."""
-        if gate.draws > 1 or gate.mixed:
+        if gate.draws > 1:
             return self._shared(x, gate)
         rows = x.reshape(-1, x.shape[-1])
         expert, weight = gate.expert.flatten(0, 1), gate.weight.flatten(0, 1)
         path = self._path(x)
         if path == "dense":
             return self._dense(rows, expert, weight).view_as(x)
-        run = self._grouped if path == "grouped" else self._loop
+        run = {"grouped": self._grouped, "sliced": self._sliced, "loop": self._loop}[path]
         outs = [run(rows, expert[:, 0])]
         if torch.is_grad_enabled() and weight.requires_grad:
             with torch.no_grad():
@@ -70,7 +70,7 @@ class RoutedExperts(nn.Module):
         return torch.baddbmm(self.b_out[:, None], hidden, self.w_out).view(self.experts, *x.shape)
 
     def _shared(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
-        """Several draws for the same x, or a mix: every expert runs once, and each draw takes the mix it wants.
+        """Several draws for the same x: every expert runs once, and each draw takes its mix.
 
         All weights of a gate may have a gradient here, those of value 0 too; the experts get that of the value alone.
         """
@@ -87,11 +87,13 @@ class RoutedExperts(nn.Module):
             return self.dispatch
         dtype = product_dtype(x)
         aligned = all(size * dtype.itemsize % 16 == 0 for size in self.w_in.shape[1:])
-        if x.is_cuda:
-            # Grouped products of half precision are one kernel from Hopper on; elsewhere they wait for the host.
-            large = self.w_in.shape[1] >= LARGE and torch.cuda.get_device_capability(x.device)[0] >= 9
-            return "grouped" if large and aligned and dtype == torch.bfloat16 else "dense"
-        return "grouped" if aligned and dtype in (torch.float32, torch.bfloat16) else "loop"
+        if not x.is_cuda:
+            return "grouped" if aligned and dtype in (torch.float32, torch.bfloat16) else "loop"
+        # Grouped products of half precision are one kernel from Hopper on; elsewhere they wait for the host.
+        one_kernel = aligned and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] >= 9
+        if not torch.is_grad_enabled():
+            return "grouped" if one_kernel else "sliced"
+        return "grouped" if one_kernel and self.w_in.shape[1] >= LARGE else "dense"
 
     def _loop(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
         """Each expert on its own rows. An expert without rows still takes part, with a zero gradient."""
@@ -104,6 +106,16 @@ class RoutedExperts(nn.Module):
             hidden = self._activate(torch.addmm(b_in, rows_NK[index], w_in))
             out = out.index_copy(0, index, torch.addmm(b_out, hidden, w_out))
         return out
+
+    def _sliced(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
+        """Rows sorted by expert, then each expert on its slice. The host reads the sizes of the slices."""
+        order = expert.argsort(stable=True)
+        sizes = torch.bincount(expert, minlength=self.experts).tolist()
+        parts = []
+        for e, part in enumerate(rows_NK[order].split(sizes)):
+            hidden = self._activate(torch.addmm(self.b_in[e], part, self.w_in[e]))
+            parts.append(torch.addmm(self.b_out[e], hidden, self.w_out[e]))
+        return torch.empty_like(rows_NK).index_copy(0, order, torch.cat(parts).to(rows_NK.dtype))
 
     def _grouped(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
         """Rows sorted by expert, then one grouped product per layer; every group may be empty."""

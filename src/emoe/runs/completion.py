@@ -1,7 +1,7 @@
 """Completion: fill in rows of which some tokens are given, with any trained method.
 
-`Method.sample(given=...)` does the work. Here rows come from files, arrays, words or text with holes, a part of them is
-kept, several completions are drawn of each, and it is checked that what was kept has stayed.
+Rows come from files, arrays, words or text with holes. A part of them is kept, several completions are drawn of each,
+and kept tokens are compared afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,27 +18,14 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.domains.base import DomainConfig, Ink
-from emoe.evaluation.pools import draw_pool
-from emoe.experiment import Experiment
-from emoe.methods.base import Method
 from emoe.types import TokenSpace
+
+if TYPE_CHECKING:
+    from emoe.runs.run import Run
 
 Source = str | Path
 Given = Source | Sequence[Source] | Tensor | np.ndarray
 Keep = str | Tensor | np.ndarray | None
-
-
-@runtime_checkable
-class Trained(Protocol):
-    """An opened run, as `emoe.load_run` gives it; the data it was trained on are not needed."""
-
-    @property
-    def experiment(self) -> Experiment:
-        """What was trained."""
-
-    @property
-    def method(self) -> Method:
-        """The trained method."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +60,12 @@ class Completion:
 
 
 def complete(
-    run: Trained,
+    run: Run,
     given: Given,
-    n: int,
-    nfe: int,
-    seed: int = 0,
+    n: int = 1,
+    nfe: int | None = None,
     *,
+    seed: int = 0,
     keep: Keep = None,
     ink: Ink = "auto",
 ) -> Completion:
@@ -90,7 +77,7 @@ def complete(
             with holes (`The cat ___ a bird.`, see `emoe.domains.text.given`); or rows as an array of shape (L,) or
             (m, L) with -1 or the mask where a token is wanted.
         n: Completions of each row.
-        nfe: Network calls.
+        nfe: Network calls; default: the fewest of the experiment.
         seed: Seed of the draw.
         keep: Which of the given tokens stay: a name that the domain knows (`top-half` for images), positions
             (`0-9,20`), none, or an array of booleans of shape (L,) or (m, L). By default all that are given.
@@ -101,7 +88,7 @@ def complete(
         DataError: A file that cannot be used.
     """
     rows, masked = prepare(run.method.space, run.experiment.domain, given, keep=keep, ink=ink)
-    return fill_in(run, rows, masked, n, nfe, seed)
+    return fill_in(run, rows, masked, n, nfe, seed=seed)
 
 
 def prepare(
@@ -114,7 +101,7 @@ def prepare(
 ) -> tuple[Int[Tensor, "m L"], Int[Tensor, "m L"]]:
     """The rows as they were given, and with the mask where tokens are wanted; see `complete`."""
     if isinstance(given, Tensor | np.ndarray):
-        rows = _checked(given, space)
+        rows = token_rows(given, space)
     else:
         sources = [given] if isinstance(given, str | Path) else given
         rows = torch.cat([domain.read_given(str(source), space, ink=ink) for source in sources])
@@ -145,7 +132,8 @@ def check_beginnings(given: Int[Tensor, "m L"], space: TokenSpace) -> None:
         raise ConfigError([f"continue: row {row} has a hole before its last word; use --given to fill holes"])
 
 
-def _checked(given: Tensor | np.ndarray, space: TokenSpace) -> Int[Tensor, "m L"]:
+def token_rows(given: Any, space: TokenSpace) -> Int[Tensor, "m L"]:
+    """Given rows as tokens, with the mask where they have -1."""
     rows = torch.as_tensor(given).cpu()
     if rows.ndim == 1:
         rows = rows[None]
@@ -159,14 +147,13 @@ def _checked(given: Tensor | np.ndarray, space: TokenSpace) -> Int[Tensor, "m L"
 
 
 def fill_in(
-    run: Trained, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], n: int, nfe: int, seed: int = 0
+    run: Run, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], n: int, nfe: int | None = None, *, seed: int = 0
 ) -> Completion:
-    """Draw the completions of what `prepare` gave; kept tokens are compared afterwards."""
-    if n < 1 or nfe < 1:
-        raise ConfigError([f"{'n' if n < 1 else 'nfe'}: must be >= 1"])
+    """Draw the completions of what `prepare` returned; kept tokens are compared afterwards."""
+    if n < 1:
+        raise ConfigError([f"n: must be >= 1, got {n}"])
     many = given.repeat_interleave(n, 0)
-    config = run.experiment.eval
-    pool = draw_pool(run.method, len(many), nfe, seed, batch=config.batch, given=many, sampler=config.sampler)
+    pool = run.pool(len(many), nfe, seed=seed, given=many)
     kept = many != run.method.space.mask_id
     if not torch.equal(pool.samples[kept], many[kept]):
         raise AssertionError("the sampler changed tokens that were given")

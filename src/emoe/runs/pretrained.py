@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,41 +17,31 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import emoe
 from emoe import files as storage
-from emoe.cli import Parser
-from emoe.config import ConfigError, from_dict, to_dict
+from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint, tensorfile
-from emoe.engine.checkpoint import NewerSchemaError, StorageError
+from emoe.engine.checkpoint import NewerSchemaError
 from emoe.evaluation.machine import source_commit
-from emoe.experiment import Experiment, customise, migrate
+from emoe.experiment import Experiment, customise
+from emoe.files import StorageError
 from emoe.methods.base import Method
-from emoe.runs import OpenedRun, Weights, load_run, pick_device
+from emoe.runs.run import Run
+from emoe.runs.train import Weights, load_run, pick_device
 from emoe.types import TokenSpace
-
-__all__ = [
-    "PretrainedRun",
-    "Release",
-    "experiment_of",
-    "find",
-    "from_pretrained",
-    "release",
-    "release_command",
-    "released",
-]
 
 Precision = Literal["fp16", "bf16"]
 
 SCHEMA = 2
 CONFIG, MODEL = "config.json", "model.safetensors"
 LICENCE = "Apache-2.0"
-PACKAGED = Path(__file__).with_name("weights")
+PACKAGED = Path(__file__).parents[1] / "weights"
 AGAIN = "get the release again from where it came from"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -69,49 +58,6 @@ class Release:
     size: int  # bytes of both files
     rounding: float  # max |w - rounded w| over all weights
     tensor: str  # where that is
-
-
-class PretrainedRun(OpenedRun):
-    """A released model, opened.
-
-    Args:
-        path: The folder of the release; nothing is written to it.
-        name: Its name.
-        experiment: What it was trained as.
-        method: The method with the released weights in evaluation mode.
-        step: Training steps behind the weights.
-        licence: Licence of the weights.
-        domain: The domain, if the caller has built it already.
-    """
-
-    name: str
-    licence: str
-
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        experiment: Experiment,
-        method: Method,
-        step: int,
-        licence: str,
-        domain: Domain | None = None,
-    ):
-        super().__init__(path, experiment, method, step, domain)
-        vars(self).update(name=name, licence=licence)
-
-    @property
-    def called(self) -> str:
-        """Its name."""
-        return self.name
-
-    @property
-    def eval_file(self) -> Path | None:
-        """None: a release may lie in an installed package."""
-        return None
-
-    def __repr__(self) -> str:
-        return f"PretrainedRun({self.name!r}, {self.experiment.method.kind}, step {self.step}, {str(self.path)!r})"
 
 
 def folders() -> list[Path]:
@@ -140,12 +86,12 @@ def find(name: str | Path) -> Path | None:
 
 def from_pretrained(
     name: str | Path,
-    device: str = "cpu",
     *,
-    settings: Mapping[str, str] | None = None,
+    device: str = "auto",
+    settings: Mapping[str, object] | None = None,
     weights: Weights = "auto",
     domain: Domain | None = None,
-) -> PretrainedRun:
+) -> Run:
     """Open a released model. No training data are needed until `.domain` is asked for.
 
     Args:
@@ -175,7 +121,7 @@ def from_pretrained(
     tensors = _read_tensors(path / MODEL, size, digest)
     method = experiment.build_method(space)
     _fill(method, tensors, path / MODEL)
-    return PretrainedRun(path, title, experiment, method.to(where).eval(), step, licence, domain)
+    return Run(path, experiment, method.to(where).eval(), step, name=title, licence=licence, domain=domain)
 
 
 def experiment_of(path: Path) -> Experiment:
@@ -185,9 +131,9 @@ def experiment_of(path: Path) -> Experiment:
 
 def _experiment(content: Mapping[str, Any], path: Path) -> Experiment:
     with _parsing(path / CONFIG):
-        tree, schema = content["experiment"], int(content["schema"])
+        tree, schema = dict(content["experiment"]), int(content["schema"])
     try:
-        return from_dict(Experiment, migrate(tree) if schema == 1 else tree)
+        return Experiment.from_tree(tree, schema)
     except ConfigError as error:
         raise ConfigError([f"{path / CONFIG}: {line}" for line in error.problems]) from None
 
@@ -247,48 +193,6 @@ def release(
     path = _write(root, name, data, config)
     size = sum(file.stat().st_size for file in path.iterdir())
     return Release(name, path, parameters, size, rounding, worst)
-
-
-def release_command(words: list[str]) -> int:
-    """`emoe release`: export trained weights."""
-    parser = Parser(
-        prog="emoe release",
-        description="Export the weights of finished runs (the moving average where there is one) in 16 bits, each as "
-        "OUT/NAME/model.safetensors and OUT/NAME/config.json. Nothing is evaluated.",
-        examples=["emoe release runs/a --out models --name mine", "EMOE_WEIGHTS=models emoe sample mine --nfe 4"],
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("--out", required=True, help="folder that the releases go into")
-    parser.add_argument("--name", help="name of the release, for a single run; default: the name of its recipe")
-    parser.add_argument(
-        "--precision",
-        choices=get_args(Precision),
-        default="fp16",
-        help="fp16 (default) rounds finer; bf16 takes weights of any size",
-    )
-    parser.add_argument("--unfinished", action="store_true", help="also release runs that have not done all steps")
-    parser.add_argument("--licence", default=LICENCE, help=f"licence of the weights (default {LICENCE})")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(words)
-    if args.name is not None and len(args.runs) > 1:
-        raise ConfigError([f"name: {len(args.runs)} runs cannot share a name; release them one at a time"])
-    # All are checked before the first is written.
-    names = [_check(Path(run), Path(args.out), args.name, args.unfinished) for run in args.runs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError([f"name: several runs would be called {twice[0]!r}; release them one at a time with --name"])
-    made = [
-        release(run, args.out, name=name, precision=args.precision, unfinished=args.unfinished, licence=args.licence)
-        for run, name in zip(args.runs, names, strict=True)
-    ]
-    if args.json:
-        print(json.dumps([vars(one) | {"path": str(one.path)} for one in made], indent=1))
-        return 0
-    for one in made:
-        print(
-            f"{one.path}: {one.parameters:,} parameters, {one.size / 1e6:.2f} MB in {args.precision}; "
-            f"largest rounding error {one.rounding:.1e} ({one.tensor})"
-        )
-    return 0
 
 
 def _unknown(name: str | Path) -> str:

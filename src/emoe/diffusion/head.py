@@ -1,9 +1,9 @@
-"""Large vocabularies: what a loss needs of the logits, without holding the logits of all positions at once."""
+"""Loss from logits over a large vocabulary: only at scored positions, and only some positions at a time."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,65 +12,71 @@ from torch.nn import functional as nnf
 
 from emoe.kernels import kernel
 
-ALIGNED = 8  # logits; rows of 16-bit numbers that begin at other places make products on a GPU three times as long
-LEAST_ROWS = 64  # from which on the masked share of a batch is so near to a half that one can count on it
+ALIGNED = 8  # symbols; rows of 16-bit logits that are not aligned make products on a GPU three times as slow
+MIN_ROWS = 64  # from which on the masked share of a batch is close enough to a half to be relied on
+
+
+class Scores(NamedTuple):
+    """log sum_y exp(a_y) and a_target of the logits a, 0 where nothing was scored."""
+
+    total: Float[Tensor, "B L"]
+    target: Float[Tensor, "B L"]
+    valid: Bool[Tensor, ""] | None = None  # false if more positions were scored than there was room for
 
 
 def total_and_target(
-    h: Float[Tensor, "B L K"],
+    h: Float[Tensor, "*N K"],
     weight: Float[Tensor, "V K"],
     bias: Float[Tensor, " V"],
-    target: Int[Tensor, "B L"],
+    target: Int[Tensor, "*N"],
     chunk: int,
-) -> tuple[Float[Tensor, "B L"], Float[Tensor, "B L"]]:
-    """log sum_y exp(a_y) and a_target of the logits a = W h + b, made for `chunk` positions at a time.
+) -> tuple[Float[Tensor, "*N"], Float[Tensor, "*N"]]:
+    """log sum_y exp(a_y) and a_target of the logits a = W h + b, computed for `chunk` positions at a time.
 
-    Logits are made twice, in the forward and in the backward pass, and each time dropped when their chunk is done:
-    chunk * V numbers are held in place of several times B * L * V. Values and gradients are those of all at once, in
-    the precision of autocast where it is on. Shapes do not depend on the data, so that a CUDA graph can hold it.
-    Positions that a loss leaves out are read too, and with a zero coming back their gradient is exactly zero. Entries
-    of -inf in the bias have no part in the sum.
+    Logits are computed twice, in the forward and in the backward pass, and dropped after each chunk: chunk * V numbers
+    are held instead of several times B * L * V. Values and gradients are those of all at once, in the precision of
+    autocast where it is on. Shapes do not depend on the data, so a CUDA graph can capture it. Entries of -inf in the
+    bias take no part in the sum.
     """
-    total, chosen = _TotalAndTarget.apply(h.flatten(0, 1), weight, bias, target.flatten(), chunk)
+    total, chosen = _TotalAndTarget.apply(h.flatten(0, -2), weight, bias, target.flatten(), chunk)
     return total.view(target.shape), chosen.view(target.shape)
 
 
-def masked_total_and_target(
+def scored_total_and_target(
     h: Float[Tensor, "B L K"],
     weight: Float[Tensor, "V K"],
     bias: Float[Tensor, " V"],
     target: Int[Tensor, "B L"],
-    masked: Bool[Tensor, "B L"],
-    share: float,
+    scored: Bool[Tensor, "B L"],
     chunk: int,
-) -> tuple[Float[Tensor, "B L"], Float[Tensor, "B L"]]:
-    """`total_and_target` where a loss reads it, at masked positions; with a share below 1 the others have 0, no logits.
+    room: float = 1.0,
+) -> Scores:
+    """`total_and_target` at scored positions; the others are 0.
 
-    Of a batch whose times are spread evenly very nearly a half of the positions is masked. How many depends on the
-    data, what a CUDA graph holds does not: there is room for `share` of all positions, into which the masked ones are
-    moved. Where they are more, all results are NaN: the optimiser refuses such a step, and nothing is counted wrongly.
-    In batches of few rows, whose share of masked positions varies, all logits are made.
+    With `room` < 1 logits are computed for that share of all positions, a fixed number, into which the scored ones are
+    moved: what a CUDA graph captures must not depend on the data. If more are scored, `valid` is false and the step
+    must be refused. In batches of few rows, whose masked share varies, and with `room` = 1 all logits are computed.
     """
-    if share == 1 or len(target) < LEAST_ROWS:
-        return total_and_target(h, weight, bias, target, chunk)
-    here = masked.flatten()
-    count, room = len(here), math.ceil(share * len(here))
-    rank = here.cumsum(0) - 1  # of each masked position among them
-    fits = here & (rank < room)
-    # One place more takes what does not belong there. Unfilled places read position 0, and nobody reads them.
-    places = torch.zeros(room + 1, dtype=torch.int64, device=h.device)
-    taken = places.scatter(0, torch.where(fits, rank, room), torch.arange(count, device=h.device))[:-1]
-    filled = torch.arange(room, device=h.device) < here.sum()
-    rank = rank.clamp(0, room - 1)
+    if room == 1 or len(target) < MIN_ROWS:
+        total, chosen = total_and_target(h, weight, bias, target, chunk)
+        return Scores(torch.where(scored, total, 0.0), torch.where(scored, chosen, 0.0))
+    here = scored.flatten()
+    count, size = len(here), math.ceil(room * len(here))
+    rank = here.cumsum(0) - 1  # of each scored position among them
+    fits = here & (rank < size)
+    # One more place takes what does not belong there. Unfilled places read position 0, and nobody reads them.
+    places = torch.zeros(size + 1, dtype=torch.int64, device=h.device)
+    taken = places.scatter(0, torch.where(fits, rank, size), torch.arange(count, device=h.device))[:-1]
+    filled = torch.arange(size, device=h.device) < here.sum()
+    rank = rank.clamp(0, size - 1)
     moved = _Moved.apply(h.flatten(0, 1), taken, filled, rank, fits)
-    found = _TotalAndTarget.apply(moved, weight, bias, target.flatten()[taken], chunk)
-    back = (_Moved.apply(one, rank, fits, taken, filled) for one in found)
-    total, chosen = (torch.where(here.sum() > room, math.nan, one).view(target.shape) for one in back)
-    return total, chosen
+    values = _TotalAndTarget.apply(moved, weight, bias, target.flatten()[taken], chunk)
+    total, chosen = (_Moved.apply(value, rank, fits, taken, filled).view(target.shape) for value in values)
+    return Scores(total, chosen, here.sum() <= size)
 
 
 class _Moved(torch.autograd.Function):
-    """y[i] = x[at[i]] where real[i], else 0; its gradient is of the same form, since nothing is read twice."""
+    """y[i] = x[at[i]] where real[i], else 0; its gradient has the same form, since no position is read twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: Tensor, real: Tensor, back: Tensor, was_read: Tensor) -> Tensor:
@@ -88,7 +94,7 @@ def _moved(x: Tensor, at: Tensor, real: Tensor) -> Tensor:
 
 
 class _TotalAndTarget(torch.autograd.Function):
-    """d total / d a = softmax(a), d a_target / d a = one-hot; the logits are made anew for it."""
+    """d total / d a = softmax(a), d a_target / d a = one-hot; the logits are computed again for it."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor, target: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

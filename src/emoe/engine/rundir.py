@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,9 +25,12 @@ class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder
 class RunLock:
     """Holds `run.lock` in a run folder for the length of a `with` block; the file contains the holder's pid.
 
-    The lock belongs to the open file, not to the file's existence: nothing stale is left after SIGKILL. The
-    file itself stays, since removing it would let a third process lock a new file of the same name.
+    The thread that holds a folder can enter it again. The lock belongs to the open file, not to the file's existence:
+    nothing stale is left after SIGKILL. The file itself stays, since removing it would let a third process lock a new
+    file of the same name.
     """
+
+    _held: ClassVar[dict[Path, int]] = {}  # folder -> thread
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -36,6 +40,8 @@ class RunLock:
         path = self.run_dir / "run.lock"
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self._held.get(self.run_dir.resolve()) == threading.get_ident():
+                return self
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise StorageError(path, f"cannot be opened ({error.strerror})", "give a writable folder") from error
@@ -51,9 +57,11 @@ class RunLock:
             os.close(descriptor)
             raise StorageError(path, f"cannot be locked ({error.strerror})", "use a disk that has locks") from error
         self._descriptor = descriptor
+        self._held[self.run_dir.resolve()] = threading.get_ident()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
+            self._held.pop(self.run_dir.resolve(), None)
             os.close(self._descriptor)
             self._descriptor = None

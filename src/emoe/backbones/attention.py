@@ -1,0 +1,97 @@
+"""Attention with rotary positions, under any mask, and a cache of keys and values.
+
+Letters: K width, C size of a head, H heads, R = C / 2 rotated pairs in each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from emoe.kernels import compiled
+
+
+@dataclass
+class Cache:
+    """What a network keeps of the tokens it has read: rotated keys and values of each block; see `extend`."""
+
+    room: int  # positions there is room for
+    length: int = 0  # positions read so far
+    blocks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(
+        self, block: int, k: Float[Tensor, "B H N _C"], v: Float[Tensor, "B H N _C"]
+    ) -> tuple[Float[Tensor, "B H M _C"], Float[Tensor, "B H M _C"]]:
+        """Keys and values of a block with N new positions behind the `length` old ones; views, M = length + N."""
+        if block == len(self.blocks):
+            batch, heads, _, size = k.shape
+            self.blocks.append((k.new_empty(batch, heads, self.room, size), v.new_empty(batch, heads, self.room, size)))
+        end = self.length + k.shape[2]
+        for past, new in zip(self.blocks[block], (k, v), strict=True):
+            past[:, :, self.length : end] = new
+        keys, values = self.blocks[block]
+        return keys[:, :, :end], values[:, :, :end]
+
+
+@dataclass(frozen=True)
+class View:
+    """From where positions attend, and to what; the same for all blocks of a call."""
+
+    cos: Float[Tensor, "L R"]
+    sin: Float[Tensor, "L R"]
+    attend: Bool[Tensor, "L M"] | None = None  # None: everything, or if causal everything up to oneself
+    causal: bool = False
+    cache: Cache | None = None
+
+
+def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: torch.dtype) -> Float[Tensor, "L R"]:
+    """position * base^(-r / R) for the pairs r = 0..R-1 of a head."""
+    frequency = base ** (-torch.arange(pairs, device=positions.device, dtype=dtype) / pairs)
+    return positions.to(dtype)[:, None] * frequency
+
+
+def rotate(
+    x: Float[Tensor, "B L H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
+) -> Float[Tensor, "B L H C"]:
+    """Turn each pair (x_r, x_{r+R}) of a head by its angle (the half-split convention), in the precision of the angles.
+
+    Products of a turned query and a turned key depend on their positions through the difference alone.
+    """
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+@compiled
+def rotated(
+    qkv: Float[Tensor, "B L 3 H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
+) -> tuple[Float[Tensor, "B L H C"], Float[Tensor, "B L H C"], Float[Tensor, "B L H C"]]:
+    """Queries and keys turned by their positions, and values; compiled as one, so are their gradients."""
+    q, k, v = qkv.unbind(2)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+class RotaryAttention(nn.Module):
+    """Multi-head self-attention without biases; queries and keys are rotated by their positions."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "B L K"], block: int, view: View) -> Float[Tensor, "B L K"]:
+        """Attend and project."""
+        batch, length, width = x.shape
+        parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        # Heads stay behind positions in memory, as in what attention gives back: then none of it is copied.
+        q, k, v = (part.transpose(1, 2) for part in rotated(parts, view.cos, view.sin))
+        if view.cache is not None:
+            k, v = view.cache.add(block, k, v)
+        causal = view.causal and view.attend is None
+        mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=causal)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))

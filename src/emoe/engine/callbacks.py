@@ -1,0 +1,269 @@
+"""Callbacks watch a run: progress, TensorBoard, W&B, early stopping, deadlines, posterior collapse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable as Function
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from emoe.config import ConfigError
+from emoe.console import Progress
+from emoe.engine.metricslog import read_metrics
+from emoe.engine.signals import StopSignal
+
+GRACE, PATIENCE = 0.1, 0.04  # shares of training: before collapse is looked for, and for which it must last
+
+
+class Stop(NamedTuple):
+    """Why a run should end after the current step."""
+
+    reason: str
+    signal: int = 0  # the signal that asked for it, if one did
+    failed: bool = False  # whether the run is to end with an error after it was saved
+
+
+@dataclass(frozen=True)
+class FitInfo:
+    """A run at its start."""
+
+    total: int
+    start: int
+    run_dir: Path
+    device: torch.device
+    notes: tuple[str, ...] = ()  # for the log: kernels in use, settings that are switched off
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a call of `fit` ended: the last step, seconds spent, and why it stopped early, if it did."""
+
+    step: int
+    seconds: float
+    stop: Stop | None
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that stopped it, or None."""
+        return self.stop.signal or None if self.stop is not None else None
+
+
+class Callback:
+    """Watches a run. Its methods do nothing by default; an exception in one ends the run, which can be resumed.
+
+    All but `should_stop` are called in the first of several processes only.
+    """
+
+    def on_start(self, info: FitInfo) -> None:
+        """Called before the first step."""
+
+    def on_step(self, step: int) -> None:
+        """Called after every step; must be cheap."""
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Called with every log record before it is written; may add keys."""
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Called after a checkpoint was written."""
+
+    def on_end(self, result: FitResult | None) -> None:
+        """Called once after the last step; None if an exception ended the run."""
+
+    def should_stop(self, step: int) -> Stop | None:
+        """Whether the run should end after this step. Any process can stop all."""
+        return None
+
+
+class ProgressBar(Callback):
+    """A bar on a terminal, elsewhere a line for each log record, on standard error."""
+
+    def __init__(self, label: str = "train", **options: Any):
+        self.label, self.options = label, options
+        self.progress: Progress | None = None
+
+    def on_start(self, info: FitInfo) -> None:
+        """Show the bar."""
+        self.progress = Progress(info.total, start=info.start, label=self.label, **self.options).__enter__()
+        for note in info.notes:
+            self.progress.note(note)
+        self.progress.update(info.start)
+
+    def on_step(self, step: int) -> None:
+        """Move the bar."""
+        if self.progress is not None:
+            self.progress.update(step)
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Show the loss, and a warning above the bar."""
+        if self.progress is not None:
+            if "warning" in record:
+                self.progress.note(f"warning: step {record['step']}: {record['warning']}")
+            self.progress.log(record["step"], f"loss {record['loss']:.4f}")
+
+    def on_end(self, result: FitResult | None) -> None:
+        """Remove the bar."""
+        if self.progress is not None:
+            self.progress.close()
+
+
+class TensorBoard(Callback):
+    """Writes every scalar of a log record as TensorBoard events into the run folder."""
+
+    def on_start(self, info: FitInfo) -> None:
+        """Open the writer; what a killed run wrote after the step it resumes from is hidden."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(["tensorboard: the package is missing; pip install emoe[track]"]) from None
+        self.writer: Any = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=info.start + 1)
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Write the numbers."""
+        for name, value in scalars(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    def on_end(self, result: FitResult | None) -> None:
+        """Write what is buffered."""
+        if hasattr(self, "writer"):
+            self.writer.close()
+
+
+class WandB(Callback):
+    """Logs every scalar to Weights & Biases, where the package is installed; a resumed run continues its log."""
+
+    def __init__(self, **options: Any):
+        self.options = options
+
+    def on_start(self, info: FitInfo) -> None:
+        """Start or resume the run named like the folder."""
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(["wandb: the package is missing; pip install wandb"]) from None
+        options = {"dir": str(info.run_dir), "id": info.run_dir.name, "resume": "allow"} | self.options
+        self.run: Any = wandb.init(**options)
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Log the numbers."""
+        self.run.log(scalars(record), step=record["step"])
+
+    def on_end(self, result: FitResult | None) -> None:
+        """Finish the run."""
+        if hasattr(self, "run"):
+            self.run.finish(exit_code=int(result is None))
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The single numbers of a log record, without the step."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+class StopOnSignal(Callback):
+    """Ends the run after the step under way when a `StopSignal` was requested."""
+
+    def __init__(self, stop: StopSignal):
+        self.stop = stop
+
+    def should_stop(self, step: int) -> Stop | None:
+        """Whether a signal has come."""
+        number = self.stop.requested
+        return None if number is None else Stop(f"signal {number}", number)
+
+
+class Deadline(Callback):
+    """Ends the run at a moment of `time.monotonic()`."""
+
+    def __init__(self, moment: float):
+        self.moment = moment
+
+    def should_stop(self, step: int) -> Stop | None:
+        """Whether the moment has passed."""
+        return Stop("the time is up") if time.monotonic() >= self.moment else None
+
+
+class EarlyStopping(Callback):
+    """Ends the run when a number of the log has not improved for `patience` records that hold it; lower is better."""
+
+    def __init__(self, metric: str, patience: int):
+        self.metric, self.patience = metric, patience
+        self.best, self.best_step, self._since = float("inf"), 0, 0
+
+    def on_start(self, info: FitInfo) -> None:
+        """Read the records from before a resumption."""
+        for record in records_before(info):
+            self.on_log(record)
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Compare with the best value."""
+        if self.metric not in record:
+            return
+        self._since += 1
+        if record[self.metric] < self.best:
+            self.best, self.best_step, self._since = record[self.metric], record["step"], 0
+
+    def should_stop(self, step: int) -> Stop | None:
+        """Whether the patience is exhausted."""
+        if self._since < self.patience:
+            return None
+        return Stop(f"{self.metric} has not improved since step {self.best_step}")
+
+
+class CollapseError(RuntimeError):
+    """Posterior collapse ended the run; the last step is saved."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class CollapseWarning(Callback):
+    """Warns once, or ends the run, when `describe` finds posterior collapse for a while.
+
+    After the first tenth of training all records over a 25th of all steps must show it, whatever the interval between
+    two records.
+    """
+
+    def __init__(self, describe: Function[[Mapping[str, Any]], str | None], *, stop: bool = False):
+        self.describe, self.stop = describe, stop
+        self.verdict: str | None = None
+        self._since: int | None = None
+        self._warned = False
+        self._total = 0
+
+    def on_start(self, info: FitInfo) -> None:
+        """Read the records from before a resumption."""
+        self._total = info.total
+        for record in records_before(info):
+            self._look(record)
+            self._warned = self._warned or "warning" in record
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Check the record; the first verdict is added to it as a warning."""
+        self._look(record)
+        if self.verdict is not None and not self._warned:
+            self._warned, record["warning"] = True, self.verdict
+
+    def _look(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        text = self.describe(record) if step > GRACE * self._total else None
+        self._since = None if text is None else step if self._since is None else self._since
+        lasted = self._since is not None and step - self._since >= PATIENCE * self._total
+        self.verdict = text if lasted else None
+
+    def should_stop(self, step: int) -> Stop | None:
+        """Whether to end the run because of collapse."""
+        if not self.stop or self.verdict is None:
+            return None
+        return Stop(f"{self.verdict}. It is saved; resume with --train.stop-on-collapse false to continue", failed=True)
+
+
+def records_before(info: FitInfo) -> list[dict[str, Any]]:
+    """The log records of a resumed run up to its first step."""
+    path = info.run_dir / "metrics.jsonl"
+    return [record for record in read_metrics(path) if record["step"] <= info.start] if info.start else []

@@ -1,0 +1,1 @@
+"""Laws of small models by enumeration, and checks of methods against them."""

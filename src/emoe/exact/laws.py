@@ -1,0 +1,184 @@
+"""Exact laws of small models: the law of the T-step chain from the components of its reverse steps.
+
+Letters as in `emoe.types`, and: R components of a mixture, C = V - 1 symbols other than the mask, M a set of masked
+positions. Tables over clean rows have the shape (C,) * L; their index skips the mask. Networks run in their own
+precision, all sums over routes, rows and steps in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from emoe.config import ConfigError
+from emoe.console import Tick
+from emoe.diffusion.masking import reveal_probability
+from emoe.diffusion.samplers import GridStep, grid
+from emoe.diffusion.schedule import Schedule
+from emoe.diffusion.times import grid_times
+from emoe.methods.base import Method
+from emoe.rng import derive_seed
+from emoe.types import Mixture
+
+SAMPLES = 4_096  # latents drawn for the fully masked row where a mixture is continuous
+REPEATS = 4  # independent laws of a method whose latents are drawn
+MOST_NUMBERS = 20_000_000  # of the tables of all mask patterns together, 8 bytes each
+
+Pattern = tuple[bool, ...]
+Table = Float[Tensor, "..."]
+
+
+def conditionals(method: Method, t: float, *, samples: int | None = None, **how: Any) -> dict[Pattern, Table]:
+    """For each pattern M of masks (except the empty one) the table (C,) * L of p(x0^M = x^M | x^l for l not in M; t).
+
+    Only rows that still hold a mask are run, each once. `samples` is for the fully masked row; the rows of another
+    pattern share as many. `how` goes to `Method.components`.
+    """
+    space, device = method.space, next(method.parameters()).device
+    mask = torch.tensor([space.mask_id])
+    symbols = torch.tensor([v for v in range(space.size) if v != space.mask_id])
+    tables: dict[Pattern, Tensor] = {}
+    for pattern in itertools.product((False, True), repeat=space.length):
+        positions = [position for position, masked in enumerate(pattern) if masked]
+        if not positions:
+            continue
+        rows = torch.cartesian_prod(*(mask if masked else symbols for masked in pattern)).view(-1, space.length)
+        each = None if samples is None else max(1, samples // len(rows))
+        law: Mixture = method.components(rows.to(device), t, samples=each, **how)
+        token = law.log_token[..., symbols.to(device)].exp()
+        terms = [term for position in positions for term in (token[:, :, position], [0, 1, 2 + position])]
+        joint = torch.einsum(law.log_weight.exp(), [0, 1], *terms, [0, *(2 + position for position in positions)])
+        # The axes of the clean tokens come first, then those of the masks: put them in order of position.
+        order = sorted(range(space.length), key=lambda position: (pattern[position], position))
+        joint = joint.cpu().reshape([len(symbols)] * space.length)
+        tables[pattern] = joint.permute([order.index(position) for position in range(space.length)]).contiguous()
+    return tables
+
+
+def check_chain(method: Method) -> Schedule:
+    """The schedule of the method's reverse chain, if its law can be computed.
+
+    Raises:
+        ConfigError: It has no such chain, or its tables are too large.
+    """
+    if method.chain_schedule is None:
+        raise ConfigError([f"exact: {method.label} has no chain of factorised steps, so its law is not known here"])
+    space = method.space
+    numbers = (2 * (space.size - 1)) ** space.length
+    if numbers > MOST_NUMBERS:
+        raise ConfigError(
+            [
+                f"exact: {space.size - 1} symbols in {space.length} positions make tables of {numbers:,} numbers, more "
+                f"than {MOST_NUMBERS:,}; ask for bound@T or iw@T,K, which need no enumeration"
+            ]
+        )
+    return method.chain_schedule
+
+
+@torch.no_grad()
+def chain_laws(
+    method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any
+) -> dict[int, Float[Tensor, "..."]]:
+    """Law of the sampler's rows for each number of steps T, a table (C,) * L: Algo. 2 from all masks, t_i = i/T.
+
+    Let m_M be the law of the rows whose masks are M. A step with reveal probability a moves, for every S in M,
+
+        m_{M - S} += a^|S| (1 - a)^|M - S| sum over x^(M - S) of m_M p(x^M | x^(not M); t).
+
+    Times that grids share (1, 2, 4, ... are nested) are run once. `tick` is told of every T that is done; `how` goes
+    to `Method.components`.
+    """
+    schedule = check_chain(method)
+    read = functools.cache(functools.partial(conditionals, method, **how))
+    laws, seen = {}, set[float]()
+    for steps in nfe:
+        laws[steps] = _propagate(method, grid(schedule, steps), read)
+        fresh = set(grid_times(steps)[1:]) - seen
+        seen |= fresh
+        if tick is not None:
+            tick(len(fresh), f"exact law, T = {steps}")
+    return laws
+
+
+def chain_law(method: Method, steps: int, **how: Any) -> Table:
+    """`chain_laws` for one T."""
+    return chain_laws(method, [steps], **how)[steps]
+
+
+def exact_laws(
+    method: Method,
+    nfe: Iterable[int],
+    *,
+    repeats: int = REPEATS,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    tick: Tick | None = None,
+) -> dict[int, Float[Tensor, "R ..."]]:
+    """Laws of the T-step sampler for each T: one, or `repeats` independent ones where the latent has to be drawn."""
+    nfe = sorted(nfe)
+    if not method.draws_components:
+        return {steps: law[None] for steps, law in chain_laws(method, nfe, tick=tick).items()}
+    again = [
+        chain_laws(method, nfe, tick=tick, samples=samples, seed=derive_seed(seed, "repeat", repeat))
+        for repeat in range(repeats)
+    ]
+    return {steps: torch.stack([laws[steps] for laws in again]) for steps in nfe}
+
+
+def law_work(method: Method, nfe: Iterable[int]) -> int:
+    """Times at which `exact_laws` reads the network, a measure of how long it takes; its `tick` counts the same."""
+    times = {time for steps in nfe for time in grid_times(steps)[1:]}
+    return len(times) * (REPEATS if method.draws_components else 1)
+
+
+def law_error(laws: Float[Tensor, "repeats ..."]) -> tuple[float, float]:
+    """Error of the mean of independent estimates of a law: in total variation, and of the worst cell.
+
+    Standard errors of each cell from the spread of the estimates; the first is half their sum.
+    """
+    error = laws.std(0, correction=1) / math.sqrt(len(laws))
+    return error.sum().item() / 2, error.max().item()
+
+
+def exact_nll(law: Table, rows: Int[Tensor, "n L"], *, mask_id: int | None = None) -> Float[Tensor, " n"]:
+    """-log p(row) of clean rows, in nats; `mask_id` is the last symbol unless it is given."""
+    mask_id = law.shape[0] if mask_id is None else mask_id
+    if (rows == mask_id).any():
+        raise ValueError(f"rows: {mask_id} is the mask; a law covers clean rows only")
+    return -law[tuple((rows - (rows > mask_id).long()).cpu().unbind(1))].log()
+
+
+def kl_data_model(data: Table, law: Table) -> float:
+    """KL(data || law) = sum of data log(data / law) in nats; infinite where the model misses what the data has."""
+    return (torch.special.xlogy(data, data) - torch.special.xlogy(data, law)).sum().item()
+
+
+def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float], dict[Pattern, Tensor]]) -> Table:
+    """The sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
+    length, count = method.space.length, method.space.size - 1
+    patterns = sorted(itertools.product((False, True), repeat=length), key=sum, reverse=True)
+    shapes = {pattern: [1 if masked else count for masked in pattern] for pattern in patterns}
+    mass = {pattern: torch.zeros(shape, dtype=torch.float64) for pattern, shape in shapes.items()}
+    mass[patterns[0]].fill_(1)
+    for step in steps:
+        reveal = float(reveal_probability(step.alpha_s, step.alpha_t))
+        after = {pattern: torch.zeros_like(one) for pattern, one in mass.items()}
+        after[patterns[-1]] += mass[patterns[-1]]
+        for pattern, table in read(step.time).items():
+            joint = mass[pattern] * table
+            for left in patterns:
+                if any(one and not masked for one, masked in zip(left, pattern, strict=True)):
+                    continue
+                stay, gone = sum(left), sum(pattern) - sum(left)
+                axes = [axis for axis, one in enumerate(left) if one]
+                kept = joint.sum(axes, keepdim=True) if axes else joint
+                after[left] += reveal**gone * (1 - reveal) ** stay * kept
+        mass = after
+    return mass[patterns[-1]]

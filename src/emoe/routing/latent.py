@@ -1,0 +1,211 @@
+"""The discrete latent: KL of posterior and prior routes (Eq. 7-8), expert usage, balance losses, collapse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from emoe.config import ConfigError
+from emoe.diffusion.categorical import categorical_kl
+from emoe.diffusion.masking import NEG_INF
+from emoe.kernels import compiled
+from emoe.types import Gate, Mixture, Route
+
+COLLAPSED_USAGE, COLLAPSED_KL = 0.1, 1e-4  # nats: entropy of usage, and route KL per position, below which it is dead
+CHUNK = {"cpu": 256, "cuda": 16_384}  # rows per network call when routes are enumerated
+
+
+class RouteStats(NamedTuple):
+    """Posterior and prior along the drawn routes, for D blocks with P positions in all."""
+
+    kl_at: Float[Tensor, "N P"]  # KL(Cat(post) || Cat(prior)) at each position, blocks one after the other
+    kl: Float[Tensor, "N D"]  # summed over the positions of a block (Eq. 8)
+    chance: Float[Tensor, "D E"]  # mean probability of each expert under the posterior
+    used: Float[Tensor, "D E"]  # share of positions that run each expert
+    post_entropy: Float[Tensor, " D"]  # means over positions, without a gradient
+    prior_entropy: Float[Tensor, " D"]
+
+
+@dataclass(frozen=True)
+class RouteLatent:
+    """Routes z ~ q(z | x0, xt) of N rows with the router logits of both passes along them, block by block.
+
+    Both sets of logits come from passes that ran the posterior's routes at all positions; then the sum over blocks,
+    averaged over z ~ q, is the KL of the whole route distributions of Eq. 7.
+    """
+
+    post: tuple[Float[Tensor, "N _P E"], ...]
+    prior: tuple[Float[Tensor, "N _P E"], ...]
+    routes: tuple[Int[Tensor, "N _P"], ...]  # the drawn experts
+
+    @cached_property
+    def stats(self) -> RouteStats:
+        """All blocks at once: on a GPU many small tensors take as long as one large one each."""
+        sizes = tuple(block.shape[1] for block in self.post)
+        parts = (torch.cat(list(blocks), 1) for blocks in (self.post, self.prior, self.routes))
+        return RouteStats(*_stats(*parts, sizes))
+
+    def kl(self) -> Float[Tensor, " N"]:
+        """KL(q(z | x0, xt) || p(z | xt)) of each row (Eq. 8)."""
+        return self.stats.kl.sum(-1)
+
+    def log_probs(self, side: Sequence[Float[Tensor, "N _P E"]]) -> list[Float[Tensor, "N _P"]]:
+        """Log-probability of the drawn route at each position, block by block; `side` is `post` or `prior`."""
+        pairs = zip(side, self.routes, strict=True)
+        return [torch.log_softmax(one, -1).gather(-1, route[..., None]).squeeze(-1) for one, route in pairs]
+
+    def log_ratio(self) -> Float[Tensor, " N"]:
+        """log p(z | xt) - log q(z | x0, xt) of the drawn routes, in float64."""
+        pairs = zip(self.log_probs(self.prior), self.log_probs(self.post), strict=True)
+        parts = [(p.double() - q.double()).sum(-1) for p, q in pairs]
+        return torch.stack(parts).sum(0)
+
+    def log(self, *, by_position: bool) -> dict[str, Tensor]:
+        """Per block: route KL (mean over positions, and at each), entropy of both routers, expert usage."""
+        stats, sizes = self.stats, [block.shape[1] for block in self.post]
+        kl, log = stats.kl.detach().mean(0), {}
+        for d, (size, at) in enumerate(zip(sizes, stats.kl_at.detach().split(sizes, dim=1), strict=True)):
+            log[f"route_kl/block{d + 1}"] = kl[d] / size
+            if by_position:
+                log[f"route_kl_at/block{d + 1}"] = at.mean(0)
+            log[f"post_entropy/block{d + 1}"] = stats.post_entropy[d]
+            log[f"prior_entropy/block{d + 1}"] = stats.prior_entropy[d]
+            log[f"usage/block{d + 1}"] = stats.used[d]
+        return log
+
+
+@compiled
+def _stats(
+    post: Float[Tensor, "N P E"], prior: Float[Tensor, "N P E"], route: Int[Tensor, "N P"], sizes: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    log_q, log_p = torch.log_softmax(post, -1), torch.log_softmax(prior, -1)
+    kl_at = categorical_kl(log_q, log_p)
+    each = math.gcd(*sizes)  # positions are summed in runs of this size, then the runs of each block
+    start = torch.arange(0, sum(sizes), each, device=post.device)
+    ends = [sum(sizes[: d + 1]) for d in range(len(sizes))]
+    member = torch.stack([(start >= end - size) & (start < end) for end, size in zip(ends, sizes, strict=True)])
+
+    def by_block(values: Float[Tensor, "N P *M"]) -> Float[Tensor, "N D *M"]:
+        parts = values.unflatten(1, (-1, each)).sum(2)
+        shape = (1, *member.shape, *(1 for _ in values.shape[2:]))
+        return (parts[:, None] * member.to(values.dtype).view(shape)).sum(2)
+
+    def mean(values: Float[Tensor, "N P *M"]) -> Float[Tensor, "D *M"]:
+        # in two steps: one sum of very many numbers is slow on a GPU
+        counts = (each * member.sum(1)).to(values.dtype).view(-1, *(1 for _ in values.shape[2:]))
+        return by_block(values).mean(0) / counts
+
+    one_hot = torch.nn.functional.one_hot(route, post.shape[-1]).to(post.dtype)
+    entropies = (mean(-(log.detach().exp() * log.detach()).sum(-1)) for log in (log_q, log_p))
+    return kl_at, by_block(kl_at), mean(log_q.exp()), mean(one_hot), *entropies
+
+
+def load_balance(chance: Float[Tensor, "*D E"], used: Float[Tensor, "*D E"]) -> Float[Tensor, "*D"]:
+    """Switch loss E * sum_e f_e * P_e of a block: f = share of positions sent to e, P = mean router probability.
+
+    1 when experts are used evenly, E when one takes all.
+    """
+    return chance.shape[-1] * (used * chance).sum(-1)
+
+
+def usage_shortfall(chance: Float[Tensor, "*D E"], floor: float) -> Float[Tensor, "*D"]:
+    """max(0, floor - H(mean router distribution)) of a block, in nats: 0 as long as enough experts are in use."""
+    return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1))
+
+
+def routing_entropy(logits: Float[Tensor, "B P E"]) -> Float[Tensor, ""]:
+    """Mean entropy of the router's distribution over positions, in nats (0: certain, log E: indifferent)."""
+    log_rho = torch.log_softmax(logits, -1)
+    return -(log_rho.exp() * log_rho).sum(-1).mean()
+
+
+def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
+    """A description of posterior collapse from one log record, with remedies; None if routes are in use.
+
+    Collapsed: in every drawn block the entropy of the usage is below 0.1 nats, or the mean KL of posterior and prior is
+    below 1e-4 nats per position.
+    """
+    blocks = [name.rpartition("/block")[2] for name in record if name.startswith("route_kl/block")]
+    if not blocks or experts == 1:
+        return None
+    shares = [[float(share) for share in record[f"usage/block{block}"]] for block in blocks]
+    entropy = [-sum(share * math.log(share) for share in row if share > 0) for row in shares]
+    kl = [float(record[f"route_kl/block{block}"]) for block in blocks]
+    where = f"in each of the blocks {', '.join(blocks)}" if len(blocks) > 1 else f"in block {blocks[0]}"
+    if all(nats < COLLAPSED_USAGE for nats in entropy):
+        fault = f"one expert does nearly all the work {where} (entropy of usage at most {max(entropy):.2g} nats)"
+    elif all(nats < COLLAPSED_KL for nats in kl):
+        fault = f"routes carry no information about the clean row {where} (KL at most {max(kl):.2g} nats per position)"
+    else:
+        return None
+    return f"posterior collapse: {fault}; try method.balance, a ramp of method.kl_weight, or method.compare"
+
+
+@torch.no_grad()
+def enumerate_routes(
+    network: Callable[[Int[Tensor, "N L"], Route], tuple[Float[Tensor, "N E L V"], tuple[Tensor, ...]]],
+    xt: Int[Tensor, "B L"],
+    *,
+    experts: int,
+    blocks: int,
+    route_tau: float,
+    budget: int,
+) -> Mixture:
+    """The law of one step as a mixture over all routes of all blocks but the last, R = E^(L (D - 1)).
+
+    Given these, the routes of the last block are independent over positions and are summed out,
+    p_r(x^l) = sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e).
+
+    Args:
+        network: Rows and a policy for all blocks but the last -> token probabilities under each expert of the last
+            block, and the router logits of all blocks.
+        xt: Noisy rows.
+        experts: E.
+        blocks: D - 1.
+        route_tau: Sharpening of the prior, as in the sampler.
+        budget: Largest R * B that is not refused.
+    """
+    rows, length = xt.shape
+    count = experts ** (length * blocks)
+    if count * rows > budget:
+        reason = f"{experts}^({length} * {blocks}) routes in all blocks but the last"
+        raise ConfigError([too_large(reason, rows, budget)])
+    digits = experts ** torch.arange(length * blocks, device=xt.device)
+    routes = (torch.arange(count, device=xt.device)[:, None] // digits % experts).view(count, blocks, length)
+    weights, tokens = [], []
+    pairs = torch.cartesian_prod(torch.arange(rows, device=xt.device), torch.arange(count, device=xt.device))
+    for part in pairs.split(CHUNK.get(xt.device.type, 256)):
+        x, z = xt[part[:, 0]], routes[part[:, 1], ..., None]
+
+        def forced(block: int, logits: Tensor, z: Tensor = z) -> Gate:
+            return Gate(z[:, block], torch.ones_like(z[:, block], dtype=logits.dtype))
+
+        token, route_logits = network(x, forced)
+        *log_rho, last = (_sharpen(one.double(), route_tau) for one in route_logits)
+        chosen = [rho.gather(-1, z[:, d]).sum((1, 2)) for d, rho in enumerate(log_rho)]
+        weights.append(sum(chosen, token.new_zeros(len(x))))
+        tokens.append(torch.einsum("nle,nelv->nlv", last.exp(), token).log())
+    return Mixture(*(torch.cat(values).unflatten(0, (rows, count)) for values in (weights, tokens)))
+
+
+def too_large(what: str, rows: int, budget: int) -> str:
+    """The message for a mixture with too many components."""
+    return (
+        f"budget: {what}, times {rows} rows; that is more than {budget}, and too many to enumerate; ask for bound@T or "
+        "iw@T,K, which need no enumeration"
+    )
+
+
+def _sharpen(logits: Float[Tensor, "B L E"], route_tau: float) -> Float[Tensor, "B L E"]:
+    """log p(z) of the routes that the sampler draws: softmax(log rho / tau), or the largest alone at tau = 0."""
+    if route_tau == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, NEG_INF).scatter(-1, best, 0.0)
+    return torch.log_softmax(torch.log_softmax(logits, -1) / route_tau, -1)

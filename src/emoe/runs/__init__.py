@@ -1,0 +1,1 @@
+"""Trained models: train, open, draw samples, complete rows, release weights."""

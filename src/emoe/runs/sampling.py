@@ -1,0 +1,110 @@
+"""`draw`: the one inference path, with function evaluations counted, not assumed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from emoe.config import ConfigError
+from emoe.diffusion.samplers import OnStep
+from emoe.engine.arithmetic import Precision, arithmetic
+from emoe.methods.base import PLAIN, Method, SamplerConfig
+from emoe.rng import Rng, derive_seed
+
+
+class Pool(NamedTuple):
+    """Samples on the CPU with what they cost."""
+
+    samples: Int[Tensor, "n L"]
+    nfe: int  # network calls of a row with the plain sampler, and the most with another one
+    calls: float  # mean number of calls that a row took part in; `nfe` with the plain sampler
+    seconds: float
+
+
+class CallCount:
+    """Number of calls that a module has made, and of rows in all of them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.rows = 0
+
+
+@contextlib.contextmanager
+def count_calls(module: nn.Module) -> Iterator[CallCount]:
+    """Count the forward calls of a module by a hook; of a backbone every function evaluation."""
+    count = CallCount()
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
+        count.calls += 1
+        count.rows += len(inputs[0]) if inputs else 0
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield count
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def draw(
+    method: Method,
+    n: int,
+    nfe: int,
+    *,
+    seed: int = 0,
+    batch: int | None = None,
+    given: Int[Tensor, "n L"] | None = None,
+    sampler: SamplerConfig = PLAIN,
+    precision: Precision = "fp32",
+    on_step: OnStep | None = None,
+) -> Pool:
+    """Draw n rows with `nfe` network calls each; a pure function of the arguments and the weights.
+
+    Args:
+        method: The trained method.
+        n: Number of rows.
+        nfe: Network calls; with a sampler other than plain a row can take fewer.
+        seed: Seed of the draw.
+        batch: Rows drawn at a time, which bounds the memory; another size gives other rows. None: all at once.
+        given: Rows with the mask where tokens are wanted; all other tokens stay.
+        sampler: How masked diffusion methods draw.
+        precision: Arithmetic of matrix products.
+        on_step: Called after every reverse step of every batch.
+
+    Raises:
+        RuntimeError: The method made another number of network calls.
+        ConfigError: Arguments that the method does not support.
+    """
+    space, device = method.space, next(method.parameters()).device
+    method.check_sampler(sampler)
+    if n < 1 or nfe < 1:
+        raise ConfigError([f"{'n' if n < 1 else 'nfe'}: must be >= 1, got {min(n, nfe)}"])
+    if given is None:
+        given = torch.full((1, space.length), space.mask_id).expand(n, -1)
+    if given.shape != (n, space.length):
+        raise ValueError(f"given: expected shape {(n, space.length)}, got {tuple(given.shape)}")
+    if given.min() < 0 or given.max() >= space.size:
+        raise ValueError(f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    rng, began, training = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic(), method.training
+    parts, rows = [], 0
+    method.eval()
+    try:
+        with arithmetic(precision), autocast:
+            for start in range(0, n, batch or n):
+                x = given[start : start + (batch or n)].to(device, copy=True)
+                with count_calls(method.backbone) as count:
+                    parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler, on_step=on_step).cpu())
+                if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
+                    raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
+                rows += count.rows
+    finally:
+        method.train(training)
+    calls = nfe if sampler.kind == "plain" else rows / n
+    return Pool(torch.cat(parts), nfe, calls, time.monotonic() - began)

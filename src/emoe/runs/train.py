@@ -1,0 +1,236 @@
+"""Training an experiment into a run folder, and opening run folders.
+
+A run folder holds `experiment.json`, `metrics.jsonl` and `checkpoints/`; the experiment alone rebuilds the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from emoe.config import ConfigError, to_dict
+from emoe.domains.base import Domain
+from emoe.engine import checkpoint
+from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopOnSignal
+from emoe.engine.distributed import joined, launched
+from emoe.engine.fit import fit
+from emoe.engine.rundir import RunLock
+from emoe.engine.signals import StopSignal
+from emoe.experiment import Experiment, customise
+from emoe.overrides import differences, neutral_fields
+from emoe.recipes import get_recipe
+from emoe.rng import Rng, derive_seed
+from emoe.runs.run import Run
+from emoe.types import TokenSpace
+
+Weights = Literal["auto", "ema", "model"]
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """`auto` is a GPU if there is one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError([f"device: {name!r} is not known; allowed: auto, cpu, cuda, cuda:N"])
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
+        raise ConfigError([f"device: {name!r} was asked for, but torch sees {gpus or 'no'} GPU; allowed here: {here}"])
+    return device
+
+
+def train(
+    recipe: str | Experiment,
+    folder: str | Path,
+    *,
+    settings: Mapping[str, object] | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    callbacks: Sequence[Callback] | None = None,
+    stop: StopSignal | None = None,
+) -> Run:
+    """Train a recipe (with fields overridden by `settings`) into a folder and return the run.
+
+    In a process that `torchrun` started, this is one of several that train the run together (see
+    `emoe.engine.distributed`); all must call it with the same arguments and see the same folder.
+
+    Args:
+        recipe: The name of a recipe, or an experiment.
+        folder: The run folder.
+        settings: Fields to change, such as `{"train.steps": 2000}`.
+        resume: Continue from the newest checkpoint, or start if there is none; the experiment must be the one that the
+            folder was started with.
+        device: auto, cpu, cuda or cuda:N.
+        callbacks: What watches the run; default: a progress bar.
+        stop: The flag of signals, for callers that handle signals themselves.
+    """
+    path = Path(folder)
+    experiment = customise(get_recipe(recipe) if isinstance(recipe, str) else recipe, settings or {})
+    where, config = _own_device(device), experiment.train
+    parts = _parts(experiment)
+    label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
+    shown: Sequence[Callback] = [ProgressBar(label)] if callbacks is None else callbacks
+    with joined(where) as world, contextlib.ExitStack() as stack:
+        domain = experiment.domain.build(experiment.seed)
+        method = experiment.build_method(domain.space).to(where)
+        data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
+        everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
+        problem = "they were started with other fields, data or versions; give all the same command"
+        world.check_same(everything, problem)
+
+        def claim() -> None:
+            stack.enter_context(RunLock(path))  # held until the training has ended
+            _claim(path, experiment, resume, data, parts)
+
+        world.lead(claim)
+        if stop is None:
+            stop = stack.enter_context(StopSignal())
+        meta = {"experiment": experiment.name, "rows": len(domain.rows), "data": data}
+        result = fit(
+            method,
+            domain.batches(config.batch, experiment.seed, device=where, rank=world.rank, world=world.size),
+            method.ramps,
+            optim=experiment.optim,
+            train=config,
+            rng=Rng(derive_seed(experiment.seed, "train"), device=where, rank=world.rank, world=world.size),
+            run_dir=path,
+            resume=resume,
+            meta=meta | {"space": dataclasses.asdict(domain.space)} | ({"parts": parts} if parts > 1 else {}),
+            # The warning comes before what shows it.
+            callbacks=[
+                CollapseWarning(method.collapse, stop=config.stop_on_collapse), *shown, StopOnSignal(stop)
+            ],
+            world=world,
+        )  # fmt: skip
+        run = load_run(path, device=str(where), domain=domain)
+    run.result = result
+    return run
+
+
+def _own_device(name: str) -> torch.device:
+    """The device of this process: with several of them, each has the GPU of its number on this machine."""
+    where, (_, size, local) = pick_device(name), launched()
+    if size == 1:
+        return where
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            ["ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE"]
+        )
+    if where.type != "cuda":
+        return where
+    gpus = torch.cuda.device_count()
+    if where.index is not None:
+        raise ConfigError([f"device: each of {size} processes has a GPU of its own, so {name!r} cannot be; give cuda"])
+    if local >= gpus:
+        raise ConfigError([f"ranks: process {local} of this machine has no GPU, there are {gpus}; start fewer"])
+    where = torch.device("cuda", local)
+    torch.cuda.set_device(where)
+    return where
+
+
+def _parts(experiment: Experiment) -> int:
+    """Equal parts that the rows of an update are cut into: of all processes, with `accumulate` each."""
+    (_, size, _), config = launched(), experiment.train
+    if config.batch % (size * config.accumulate):
+        raise ConfigError(
+            [
+                f"train.batch: {config.batch} rows cannot be cut into {size} (processes) x {config.accumulate} "
+                "(train.accumulate) equal parts; choose a multiple"
+            ]
+        )
+    return size * config.accumulate
+
+
+def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: int) -> None:
+    """Write the experiment into a new folder, or check that a folder to resume holds the same one and its data."""
+    saved = path / "experiment.json"
+    used = any((path / "checkpoints").glob("step-*"))  # damaged ones count: nothing is overwritten unasked
+    if used and not resume:
+        raise ConfigError([f"run: {path} already holds a trained run; add --resume to continue it, or choose another"])
+    if used and not saved.exists():
+        raise ConfigError([f"run: {path} has checkpoints but no experiment.json; choose another folder"])
+    if used:
+        old = Experiment.load(saved)
+        free = neutral_fields(old) | neutral_fields(experiment)  # these change nothing of what is trained
+        frozen = [
+            f"  {field}: {change}"
+            for field, change in differences(old, experiment).items()
+            if field not in free and not field.startswith("eval.")
+        ]
+        if frozen:
+            first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
+            raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
+        newest = checkpoint.latest(path / "checkpoints")
+        meta = {} if newest is None else checkpoint.load(newest, groups=()).meta
+        if meta.get("data", data) != data:
+            raise ConfigError(
+                [f"resume: the training rows are not those {path} was started with; train into a new folder"]
+            )
+        if newest is not None and meta.get("parts", 1) != parts:
+            raise ConfigError(
+                [
+                    f"resume: the updates of {path} are cut into {meta.get('parts', 1)} parts (processes x "
+                    f"train.accumulate), not {parts}, and each draws its own noise; keep the product"
+                ]
+            )
+    experiment.save(saved)
+
+
+def load_run(
+    folder_or_name: str | Path,
+    *,
+    device: str = "auto",
+    weights: Weights = "auto",
+    settings: Mapping[str, object] | None = None,
+    domain: Domain | None = None,
+) -> Run:
+    """Open a run folder with its newest valid checkpoint, or released weights (see `emoe.runs.pretrained`).
+
+    No training data are needed until `.domain` is asked for, and the state of the optimiser is not read.
+
+    Args:
+        folder_or_name: The run folder; where there is none, the folder or the name of released weights.
+        device: auto, cpu, cuda or cuda:N.
+        weights: `ema` for the moving average, `model` for the raw weights; auto prefers the average.
+        settings: Overrides that do not change the weights, such as `{"method.route-tau": 0}`.
+        domain: The domain, if the caller has built it already.
+    """
+    path, where = Path(folder_or_name), pick_device(device)
+    if not (path / "experiment.json").exists():
+        from emoe.runs import pretrained  # which builds on this module
+
+        if pretrained.find(path) is not None:
+            return pretrained.from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
+        problem = f"run: {path} is no run folder (no experiment.json); make one with: emoe train RECIPE"
+        names = ", ".join(sorted(pretrained.released()))
+        raise ConfigError([problem, *([f"run: nor is it a released model; there are: {names}"] if names else [])])
+    experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
+    saved = checkpoint.load_latest(path / "checkpoints", groups=("model", "ema"))
+    if saved is None:
+        raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
+    if domain is None and "space" not in saved.meta:  # a run of an earlier version
+        domain = experiment.domain.build(experiment.seed)
+    method = experiment.build_method(TokenSpace(**saved.meta["space"]) if domain is None else domain.space)
+    state = dict(saved.tensors["model"])
+    if weights == "ema" and "ema" not in saved.tensors:
+        raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
+    if weights != "model":
+        state |= saved.tensors.get("ema", {})
+    try:
+        method.load_state_dict(state)
+    except RuntimeError as error:
+        faults = [line.strip() for line in str(error).splitlines()[1:]]
+        raise ConfigError([f"run: the weights in {path} do not fit these fields or this data", *faults[:5]]) from None
+    return Run(path, experiment, method.to(where).eval(), saved.step, domain=domain)
