@@ -152,10 +152,9 @@ def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0)
 
 
 @contextlib.contextmanager
-def count_calls(module: nn.Module, tick: Tick) -> Iterator[None]:
+def tick_calls(module: nn.Module, tick: Tick) -> Iterator[None]:
     """Tell `tick` of every forward call of a module; of a backbone every evaluation of the network."""
-    counted: nn.Module = getattr(module, "counted", module)
-    handle = counted.register_forward_hook(lambda *_: tick(1, ""))
+    handle = module.register_forward_hook(lambda *_: tick(1, ""))
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ class Stepper:
         # With several ranks the steps are eager: a graph would have to hold the exchange between them.
         on_gpu = self.device.type == "cuda"
         self.use_graph = graph and on_gpu and self.world.size == 1
-        self.notes = (f"kernels: {kernels.describe(self.device)}",) if on_gpu else ()
+        self.notes: tuple[str, ...] = (f"kernels: {kernels.describe(self.device)}",) if on_gpu else ()
         if graph and on_gpu and not self.use_graph:
             self.notes += ("CUDA graphs are off with several ranks",)
         self._eager_steps = 0

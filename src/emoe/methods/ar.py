@@ -66,7 +66,8 @@ class AR(Method):
         shifted = torch.cat([torch.full_like(x0[:, :1], self.space.mask_id), x0[:, :-1]], 1)
         h = self.backbone(shifted, torch.zeros(len(x0), device=x0.device)).h
         if self.config.head_chunk:
-            total, chosen = total_and_target(h, *self.backbone.head_weights(), x0, self.config.head_chunk)
+            weight, bias = self.backbone.head_weights()
+            total, chosen = total_and_target(h, weight, bias, x0, self.config.head_chunk)
             return total - chosen
         logits = self.backbone.read(h)
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)

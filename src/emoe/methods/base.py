@@ -181,8 +181,8 @@ class Method(nn.Module, ABC):
             both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
             return Scores(*(torch.where(scored, value, 0.0) for value in both))
         room = self.config.head_share if self.training else 1.0
-        weights = self.backbone.head_weights()
-        return scored_total_and_target(h, *weights, x0, scored, self.config.head_chunk, room)
+        weight, bias = self.backbone.head_weights()
+        return scored_total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, room)
 
     def refusal(self) -> str:
         """Why a step can be refused by `Loss.valid`."""

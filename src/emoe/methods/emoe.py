@@ -73,8 +73,8 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
 
     def variant(self) -> tuple[str, str]:
         """How the routes learn, where that is not the paper's way."""
-        name = self.compare.estimator if self.compare is not None else "free-nats" if self.free_nats else ""
-        name = name or ("floor" if self.balance and self.usage_floor is not None else "")
+        name = "free-nats" if self.free_nats else "floor" if self.balance and self.usage_floor is not None else ""
+        name = name if self.compare is None else str(self.compare.estimator)
         labels = {"vimco": "VIMCO", "free-nats": "free nats", "floor": "usage floor"}
         return (f"-{name}", f" ({labels.get(name, name)})") if name else ("", "")
 

@@ -111,7 +111,10 @@ def _family(
         ("SEDD, with the time as an input,", "sedd", SEDDConfig(t_low=t_low), timed),
         (f"BD3-LM with blocks of {block} tokens", "bd3lm", BD3LMConfig(t_low=t_low, block=block), backbone),
     ]
-    register(__name__, [(f"{doc} on {where}.", build(f"{prefix}-{key}", *parts)) for doc, key, *parts in rows])
+    register(
+        __name__,
+        [(f"{doc} on {where}.", build(f"{prefix}-{key}", method, network)) for doc, key, method, network in rows],
+    )
     alias(f"{prefix}-emoe-plus", f"{prefix}-emoe-free-nats")
 
 

@@ -57,6 +57,9 @@ def _toy(name: str, density: Density, method: MethodConfig, lr: float) -> Experi
 for short, density in DENSITIES.items():
     register(
         __name__,
-        [(doc.format(density), _toy(f"toy-{short}-{key}", density, *more)) for key, (doc, *more) in METHODS.items()],
+        [
+            (doc.format(density), _toy(f"toy-{short}-{key}", density, method, lr))
+            for key, (doc, method, lr) in METHODS.items()
+        ],
     )
     alias(f"toy-{short}-emoe-plus", f"toy-{short}-emoe-vimco")

@@ -49,8 +49,8 @@ class RouteLatent:
     def stats(self) -> RouteStats:
         """All blocks at once: on a GPU many small tensors take as long as one large one each."""
         sizes = tuple(block.shape[1] for block in self.post)
-        parts = (torch.cat(list(blocks), 1) for blocks in (self.post, self.prior, self.routes))
-        return RouteStats(*_stats(*parts, sizes))
+        post, prior, routes = (torch.cat(list(blocks), 1) for blocks in (self.post, self.prior, self.routes))
+        return RouteStats(*_stats(post, prior, routes, sizes))
 
     def kl(self) -> Float[Tensor, " N"]:
         """KL(q(z | x0, xt) || p(z | xt)) of each row (Eq. 8)."""
