@@ -30,9 +30,9 @@ from emoe.config import ConfigError, from_dict, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
-from emoe.evaluation.machine import source_commit
 from emoe.experiment import Experiment, customise, migrate
 from emoe.methods.base import Method
+from emoe.reporting.provenance import source_commit
 from emoe.runs import OpenedRun, Weights, load_run, pick_device
 from emoe.types import TokenSpace
 

@@ -8,9 +8,9 @@ from emoe.console import Tick
 from emoe.domains.base import Domain
 from emoe.evaluation.likelihood import likelihoods
 from emoe.evaluation.pools import Pool, draw_pool
-from emoe.evaluation.results import Row
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
+from emoe.reporting.results import Row
 from emoe.rng import derive_seed
 from emoe.types import Convention, Measurement
 

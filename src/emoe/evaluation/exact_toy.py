@@ -16,11 +16,11 @@ from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
 from emoe.evaluation.evaluate import make_row
-from emoe.evaluation.results import Row
 from emoe.exact import NODES, SAMPLES, chain_laws, kl_data_model
 from emoe.experiment import Experiment
 from emoe.methods.base import MaskedDiffusion, Method
 from emoe.methods.vadd import VADD
+from emoe.reporting.results import Row
 from emoe.rng import derive_seed
 from emoe.types import Measurement
 
