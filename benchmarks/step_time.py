@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
+from emoe.engine.trainer import set_arithmetic
 
 from emoe.engine.stepper import WARMUP_STEPS, Stepper
-from emoe.engine.trainer import set_arithmetic
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.reporting.provenance import describe_machine

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from emoe.backbones.transformer import TransformerConfig
-from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.emoe import EMoEConfig
+from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.types import TokenSpace
 

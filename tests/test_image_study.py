@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from emoe.engine.trainer import TrainConfig
+from emoe.pretrained import release
 from PIL import Image
 
 from emoe.backbones.base import total_parameters
@@ -20,13 +22,11 @@ from emoe.config import ConfigError
 from emoe.domains.images import DigitsConfig, as_images, judge
 from emoe.domains.images.data import MASK
 from emoe.domains.images.film import EXPERTS, GAP, GROUND, Frame, Recorder, encode, palette, tile, write_film
-from emoe.engine.trainer import TrainConfig
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.pretrained import release
 from emoe.recipes import _RECIPES, all_recipes
 from emoe.reporting.docs import BLOCKS
 from emoe.reporting.images import KINDS, bpd_tables, image_page, nfe_tables

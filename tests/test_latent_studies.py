@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from emoe.evaluation.exact_toy import exact_rows
 
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.toy.densities import HELD_OUT
-from emoe.evaluation.exact_toy import exact_rows
 from emoe.recipes import get_recipe
 from emoe.reporting.latent import held_out_tables
 from emoe.reporting.render import markdown, plain

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emoe.evaluation.exact_toy import exact_rows
 
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.console import Progress
-from emoe.evaluation.exact_toy import exact_rows
 from emoe.recipes import get_recipe
 from emoe.reporting.results import Results
 from emoe.runs import load_run

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emoe.completion import check_beginnings
+from emoe.evaluation.evaluate import method_name
 
 from emoe import console as progress
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.dit import DiTConfig
 from emoe.cli import main
-from emoe.completion import check_beginnings
 from emoe.config import ConfigError
 from emoe.domains.text.data import TextConfig
 from emoe.evaluation import likelihood
-from emoe.evaluation.evaluate import method_name
 from emoe.experiment import Experiment, differences
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig

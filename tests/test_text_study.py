@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emoe.evaluation.pools import draw_pool
 
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import main
@@ -27,7 +28,6 @@ from emoe.domains.text.metrics import measure_rows
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.likelihood import estimate_nll
-from emoe.evaluation.pools import draw_pool
 from emoe.experiment import customise
 from emoe.judges import RunJudge, score
 from emoe.methods.base import SamplerConfig

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emoe.evaluation.evaluate import evaluate
 
 from emoe.config import ConfigError, from_dict, override, to_dict
 from emoe.domains.base import DomainConfig
 from emoe.domains.ties import Ties, TiesConfig, layout
-from emoe.evaluation.evaluate import evaluate
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import names
 from emoe.runs import load_run, train
