@@ -108,8 +108,8 @@ def test_no_average_is_kept_unless_asked_for():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("where", ["gradient", "loss"])
-def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: float, clip: float | None, where: str):
+@pytest.mark.parametrize("where", ["gradient", "loss", "valid"])
+def test_a_step_that_is_not_finite_or_not_valid_changes_nothing(bad: float, clip: float | None, where: str):
     module = Bowl(torch.float32)
     config = OptimConfig(clip=clip, weight_decay=0.1, algorithm="adamw")
     optimizer = Optimizer(module, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
@@ -120,7 +120,8 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: 
         loss.backward()
         if poison and where == "gradient":
             module.b.grad[2] = bad
-        optimizer.step(loss.detach() + bad if poison and where == "loss" else loss.detach())
+        loss = loss.detach() + (bad if poison and where == "loss" else 0)
+        optimizer.step(loss, torch.tensor(not poison) if where == "valid" else None)
 
     for step in range(5):
         update(step, poison=False)
@@ -129,7 +130,7 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: 
     for step in range(3):
         update(step, poison=True)
         assert (optimizer.skipped, optimizer.skipped_in_row) == (step + 1, step + 1)
-        assert optimizer.grad_norm.isfinite() == (where == "loss")
+        assert optimizer.grad_norm.isfinite() == (where != "gradient")
     assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
     after = optimizer.state()
     for name, value in before["optim"].items():
@@ -174,20 +175,20 @@ def test_saved_state_continues_bit_for_bit():
 
 
 class Recorder(nn.Module):
-    """A module that notes the knobs it is given."""
+    """A module that records the values of its ramp."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(2))
-        self.seen: list[float] = []
+        self.weights: list[float] = []
 
-    def forward(self, batch: Tensor, knobs: dict[str, Tensor], rng: Rng) -> Loss:
-        self.seen.append(knobs["weight"].item())
+    def forward(self, batch: Tensor, ramp: dict[str, Tensor], rng: Rng) -> Loss:
+        self.weights.append(ramp["weight"].item())
         return Loss((self.w - batch).square().sum())
 
 
 @pytest.mark.parametrize("start", [0, 1022])
-def test_stepper_hands_over_the_numbers_of_the_step(start: int):
+def test_stepper_passes_the_numbers_of_the_step(start: int):
     """Ramp, learning rate and EMA decay of step h, also across the edge of a table and after a resume."""
     module, total = Recorder(), 2000
     optim = OptimConfig(lr=0.5, warmup=4, schedule="cosine", clip=None)
@@ -201,4 +202,4 @@ def test_stepper_hands_over_the_numbers_of_the_step(start: int):
         assert numbers == {"weight": step / total, "lr": optim.lr_at(step, total), "ema_decay": ema_decay(0.99, step)}
         assert stepper.optimizer.adam.param_groups[0]["lr"].item() == pytest.approx(numbers["lr"], rel=1e-6)
         assert stepper.optimizer.ema_decay.item() == pytest.approx(numbers["ema_decay"], rel=1e-6)
-    assert module.seen == pytest.approx([step / total for step in range(start, start + 5)], rel=1e-6)
+    assert module.weights == pytest.approx([step / total for step in range(start, start + 5)], rel=1e-6)
