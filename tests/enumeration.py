@@ -198,11 +198,10 @@ def turns_of(method: EMoE) -> list[list[int]]:
     return [[position for position in range(length) if position % max(1, blocks - 1) == d] for d in range(blocks)]
 
 
-def routes_of(method: EMoE, x0: Tensor, xt: Tensor, t: float, summed: bool | None = None) -> Routes:
+def routes_of(method: EMoE, x0: Tensor, xt: Tensor, t: float) -> Routes:
     """Run the network with all routes. A summed last block is log sum over z_D of p(z_D | z_<D, xt) p(x0 | xt, z)."""
-    exact, own = Enumeration(method), turns_of(method)
-    if summed is None:
-        summed = method.config.compare is not None and method.config.compare.sum_last
+    exact, own, compare = Enumeration(method), turns_of(method), method.config.compare
+    summed = compare is not None and compare.sum_last
     rows, index = torch.cat([x0, xt]).unique(dim=0, return_inverse=True)
     clean, noisy = index.chunk(2)
     _, log_token, log_rho = exact.read(rows, t)
@@ -225,7 +224,7 @@ def routes_of(method: EMoE, x0: Tensor, xt: Tensor, t: float, summed: bool | Non
     return Routes(log_q, log_own, log_p, log_x)
 
 
-def routes_bound(method: EMoE, steps: int, summed: bool | None = None) -> Tensor:
+def routes_bound(method: EMoE, steps: int) -> Tensor:
     """bound@T of every clean row, by all mask patterns and drawn routes."""
     exact = Enumeration(method)
     total, count = torch.zeros(len(exact.clean)).double(), len(exact.patterns)
@@ -233,7 +232,7 @@ def routes_bound(method: EMoE, steps: int, summed: bool | None = None) -> Tensor
     for i in range(1, steps + 1):
         alpha_s, alpha_t = exact.alpha((i - 1) / steps), exact.alpha(i / steps)
         prob = torch.where(pattern, 1 - alpha_t, alpha_t).prod(-1)
-        routes = routes_of(method, x0, torch.where(pattern, exact.mask_id, x0), single(i / steps), summed)
+        routes = routes_of(method, x0, torch.where(pattern, exact.mask_id, x0), single(i / steps))
         value = prob * routes.elbo((alpha_s - alpha_t) / (1 - alpha_t), 1.0)
         total = total + value.view(-1, count).sum(1)
     return total
