@@ -16,7 +16,6 @@ from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLM, MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng
-from emoe.routing.routes import greedy
 from emoe.runs.sampling import count_calls, draw
 from emoe.types import Needs, StepEvent, TokenSpace
 
@@ -80,63 +79,6 @@ def test_time_features_are_sines_and_cosines_of_a_thousand_t():
     assert features[0].tolist() == [0, 0, 0, 1, 1, 1]
     angles = 300 * torch.tensor([1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)], dtype=torch.float64)
     assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-12)
-
-
-@pytest.mark.parametrize("mask_id", [0, 1, 3])
-def test_mask_column_is_impossible_wherever_the_mask_is(tiny, mask_id: int):
-    method = tiny(MDLMConfig(), size=4, mask_id=mask_id)
-    x = torch.tensor([[mask_id, 2], [mask_id, mask_id]])
-    logits = method.backbone.predict(x, torch.tensor([0.5, 1.0]).double()).logits
-    others = [v for v in range(4) if v != mask_id]
-    assert logits.shape == (2, 2, 4) and (logits[..., mask_id] == -torch.inf).all()
-    assert logits[..., others].isfinite().all()
-
-
-def test_routed_backbone_without_a_policy_is_an_error(tiny):
-    method = tiny()
-    with pytest.raises(ValueError, match="route policy"):
-        method.backbone(torch.tensor([[0, 1]]), torch.tensor([0.5]).double())
-
-
-def test_tokens_positions_time_cond_and_marks_reach_the_output(scramble):
-    space = TokenSpace(size=4, mask_id=3, length=2)
-    sizes = TransformerConfig(width=8, heads=2, hidden=8, time_size=4, dispatch="loop")
-    network = scramble(sizes.build(space, Needs(experts=2, cond=3, marks=True)).double(), 1)
-    x, t, cond = torch.tensor([[0, 3], [1, 2]]), torch.tensor([0.3, 0.6]).double(), randn(2, 3)
-    marks = torch.tensor([[False, True], [False, False]])
-
-    def run(x=x, t=t, cond=cond, marks=marks) -> torch.Tensor:
-        return network.predict(x, t, cond=cond, marks=marks, route=greedy()).logits[..., :3]
-
-    start = run()
-    other_cond, other_t = cond.clone(), t.clone()
-    other_cond[0, 2] += 1
-    other_t[0] += 0.01
-    changed = {
-        "token": run(x=torch.tensor([[2, 3], [1, 2]])),
-        "order": run(x=x.flip(1), marks=marks.flip(1)).flip(1),
-        "time": run(t=other_t),
-        "cond": run(cond=other_cond),
-        "marks": run(marks=torch.zeros_like(marks)),
-    }
-    for name, logits in changed.items():
-        assert (logits[0] - start[0]).abs().min() > 1e-9, name  # both positions of the row
-        if name != "order":
-            assert torch.equal(logits[1], start[1]), name  # and no other row
-    assert torch.equal(run(marks=None), changed["marks"])
-
-
-def test_encoder_sees_row_time_and_mask_pattern(tiny):
-    encoder = tiny(VADDConfig(latent=2)).encoder
-    x0, t, marks = torch.tensor([[0, 2]]), torch.tensor([0.4]).double(), torch.tensor([[True, False]])
-    start = encoder(x0, t, marks)
-    assert start.shape == (1, 4)
-    for other in (
-        encoder(torch.tensor([[2, 2]]), t, marks),
-        encoder(x0, t + 0.1, marks),
-        encoder(x0, t, ~marks),
-    ):
-        assert (other - start).abs().min() > 1e-9
 
 
 # --- Sampling ----------------------------------------------------------------------------------------------------
