@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from emoe.config import ConfigError
 from emoe.diffusion.times import stratified_times
 from emoe.engine.fit import TrainConfig
-from emoe.engine.optim import OptimConfig, ema_decay
+from emoe.engine.optim import OptimConfig
 from emoe.engine.stepper import Stepper
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig
@@ -184,22 +184,6 @@ def test_one_part_is_the_stream_itself_and_parts_are_as_ranks() -> None:
     for number in range(3):
         part, rank = rng.part(number, 3).at(9), Rng(3, rank=3 + number, world=6).at(9)
         assert torch.equal(torch.rand(4, generator=part.stream("mask")), torch.rand(4, generator=rank.stream("mask")))
-
-
-def test_the_moving_average_counts_steps_and_not_parts(tiny: Tiny) -> None:
-    """ema_n = sum over k of (1 - d_k) * d_(k+1) ... d_n * p_k, with d_0 = 0 for the first weights."""
-    method = tiny(CONFIGS["mdlm"])
-    stepper = stepper_of(method, 4)
-    weights = [[p.detach().clone() for p in method.parameters()]]
-    for step in range(STEPS):
-        stepper(step)
-        weights.append([p.detach().clone() for p in method.parameters()])
-    decays = [0.0, *(ema_decay(0.5, step) for step in range(STEPS))]
-    shares = [(1 - decays[k]) * float(torch.tensor(decays[k + 1 :]).double().prod()) for k in range(STEPS + 1)]
-    assert sum(shares) == pytest.approx(1.0)
-    for i, average in enumerate(stepper.optimizer.ema):
-        closed = sum(share * some[i] for share, some in zip(shares, weights, strict=True))
-        torch.testing.assert_close(average, closed, rtol=0, atol=1e-7)  # the decays are held in single precision
 
 
 @pytest.mark.parametrize("fault", ["loss", "valid"])

@@ -140,11 +140,3 @@ def test_a_network_that_sees_the_future_is_refused():
     ):
         with pytest.raises(ConfigError, match=line):
             customise(recipe, settings)
-
-
-def test_the_loss_reads_no_value():
-    """Forward and backward without data, as a captured CUDA graph needs it: on `meta` a value that is read raises."""
-    with torch.device("meta"):
-        method = ARConfig().build(SPACE, sizes())
-        method.token_nll(torch.zeros(5, 4, dtype=torch.long)).mean().backward()
-    assert method.backbone.head.weight.grad.shape == (3, 8)

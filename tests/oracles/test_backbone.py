@@ -9,7 +9,7 @@ from enumeration import ALPHA, Enumeration, chi_square
 from steps import masks, ramp_of, randn
 
 from emoe.backbones.base import active_parameters, total_parameters
-from emoe.backbones.layers import SHORT, Attention, short_attention, time_features
+from emoe.backbones.layers import SHORT, Attention, time_features
 from emoe.backbones.transformer import TransformerConfig
 from emoe.diffusion.masking import mask_tokens
 from emoe.methods.emoe import EMoEConfig
@@ -52,17 +52,6 @@ def test_wrong_shapes_are_refused_while_testing():
 
 
 # --- The network -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [1, 2, SHORT])
-def test_short_attention_is_scaled_dot_product_attention(length: int):
-    q, k, v = (randn(3, 2, length, 4, seed=s).requires_grad_() for s in range(3))
-    got = short_attention(q, k, v)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    assert torch.allclose(got, want, atol=1e-14)
-    cotangent = randn(3, 2, length, 4, seed=3)
-    pairs = zip(*(torch.autograd.grad((out * cotangent).sum(), [q, k, v]) for out in (got, want)), strict=True)
-    assert all(torch.allclose(a, b, atol=1e-13) for a, b in pairs)
 
 
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1])

@@ -259,20 +259,6 @@ def test_estimates_have_the_enumerated_means(build, block: int):
         assert abs(draws.mean() - want.mean()) < 4 * error + 1e-12, name
 
 
-def test_one_step_for_each_token_is_autoregressive(build):
-    """block = 1: p(x) = prod p(x^l | a mask at l, x^<l), which bound@1 gives without noise."""
-    method = build(1)
-    law = torch.ones(len(CLEAN), dtype=torch.float64)
-    up_to_oneself = torch.ones(4, 4, dtype=torch.bool).tril()
-    for n, row in enumerate(CLEAN.tolist()):
-        for position, symbol in enumerate(row):
-            x, size = torch.tensor([[*row[:position], MASK]]), position + 1
-            out = method.backbone.predict(x, torch.zeros(1), attend=up_to_oneself[:size, :size])
-            law[n] *= torch.softmax(out.logits[0, -1], -1)[symbol].item()
-    assert torch.allclose(Exact(method).law(1), law, atol=1e-14)
-    assert torch.allclose(method.nll(CLEAN, Likelihood.parse("bound@1"), Rng(3)), -law.log(), atol=1e-12)
-
-
 def test_unknown_likelihoods_are_refused(build):
     method = build(2)
     assert method.likelihoods() == ("bound@1", "bound@4", "nelbo")

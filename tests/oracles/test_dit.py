@@ -286,28 +286,6 @@ def test_a_cache_gives_the_logits_of_the_whole_prefix(network, chunks: list[int]
         net.extend(x[:, :1], cache)
 
 
-@pytest.mark.parametrize("chunks", [[1, 1], [2], [1]], ids=str)
-def test_blocks_in_a_cache_give_the_logits_of_whole_rows(network, chunks: list[int]):
-    """No position sees a later block of two; behind each chunk comes a noisy block, twice, that is not kept."""
-    net, (x0, xt, t) = network(), batch()
-    block, cache = torch.arange(6) // 2, net.new_cache()
-
-    def compare(new: Tensor, keep: int) -> None:
-        old = cache.length
-        part = block[: old + new.shape[1]]
-        attend = part[:, None] >= part
-        got = net.extend(new, cache, attend=attend[old:], keep=keep)
-        want = net.predict(torch.cat([x0[:, :old], new], 1), t, attend=attend).logits[:, old:]
-        assert torch.allclose(got[..., OTHERS], want[..., OTHERS], atol=1e-12, rtol=1e-12)
-        assert cache.length == old + keep
-
-    for size in chunks:
-        old, end = cache.length, cache.length + 2 * size
-        noisy = xt[:, end : end + 2]
-        compare(torch.cat([x0[:, old:end], noisy], 1), 2 * size)
-        compare(noisy.flip(1), 0)
-
-
 def test_networks_that_are_not_causal_need_attend_and_no_time(network):
     net, x, attend = network(), batch()[0], torch.ones(6, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match="new tokens would change"):
@@ -315,18 +293,6 @@ def test_networks_that_are_not_causal_need_attend_and_no_time(network):
     net = network(time_conditioning=True)
     with pytest.raises(ValueError, match="at other times"):
         net.extend(x, net.new_cache(), attend=attend)
-
-
-def test_a_cache_in_half_precision():
-    torch.manual_seed(0)
-    net = sizes(causal=True).build(SPACE, Needs(causal=True)).eval()
-    torch.nn.init.normal_(net.head.weight)
-    x, _, t = batch(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        cache = net.new_cache()
-        parts = torch.cat([net.extend(x[:, i : i + 1], cache) for i in range(6)], 1)
-    assert cache.blocks[0][0].dtype == torch.bfloat16
-    assert torch.allclose(parts[..., OTHERS], net.predict(x, t).logits[..., OTHERS], atol=0.1)
 
 
 # --- Dropout -----------------------------------------------------------------------------------------------------
@@ -363,20 +329,3 @@ def test_dropout_is_a_function_of_its_stream(build):
     assert all(part.generator is None for part in method.modules() if isinstance(part, Dropout))
     with pytest.raises(ConfigError, match="dropout: 0.3 needs a random stream"):
         method.infer(step, {}, Rng(0))
-
-
-def test_dropout_acts_on_what_layers_add_and_not_in_evaluation(network):
-    net, still = network(dropout=0.5), network()
-    _, x, t = batch()
-    assert torch.equal(net.eval()(x, t).h, still(x, t).h)
-    net.train()
-    parts: list[tuple[Tensor, Tensor]] = []
-    for block in net.trunk.blocks:
-        block.dropout.register_forward_hook(lambda module, inputs, out: parts.append((inputs[0], out)))
-    with dropout_from(net, generator()):
-        net(x, t)
-    assert len(parts) == 4
-    kept = [(out != 0) for _, out in parts]
-    for (before, after), keep in zip(parts, kept, strict=True):
-        assert torch.allclose(after, torch.where(keep, 2 * before, 0.0)) and 0.3 < keep.double().mean() < 0.7
-    assert all(not torch.equal(kept[0], other) for other in kept[1:])

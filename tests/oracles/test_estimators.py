@@ -16,7 +16,6 @@ from emoe.backbones.layers import Router
 from emoe.config import ConfigError
 from emoe.exact.laws import chain_law
 from emoe.methods.emoe import EMoE, EMoEConfig
-from emoe.ramps import Constant
 from emoe.rng import Rng
 from emoe.routing.compare import (
     CompareConfig,
@@ -359,12 +358,3 @@ def test_free_nats_change_the_counted_kl(tiny):
         assert counted(free_nats=free) == (pytest.approx(kept, abs=1e-12), means)
     # Every second block from the first on: the second block has nothing free.
     assert counted(free_nats=2 * high, free_every=2)[0] == pytest.approx(means[1], abs=1e-12)
-
-
-def test_comparisons_weigh_the_kl_by_time_too(tiny):
-    config = EMoEConfig(experts=2, kl_time_power=Constant(value=1.0), compare=CompareConfig(draws=3))
-    x0, ramp = torch.tensor([[0, 2], [2, 0]]), RAMP | {"kl_time_power": torch.ones((), dtype=torch.float64)}
-    for t in (0.25, 0.5):
-        loss = loss_at(tiny(config), x0, torch.full_like(x0, 1), torch.full((2,), t).double(), ramp, Rng(3))
-        expected = loss.log["recon"] + BETA / t * loss.log["kl"]
-        assert loss.total.item() == pytest.approx(expected.item(), rel=1e-12) and loss.log["kl"] > 0.01

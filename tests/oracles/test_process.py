@@ -238,24 +238,6 @@ def test_another_row_in_the_batch_changes_nothing(tiny, config):
         assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(alone, terms(others), strict=True))
 
 
-@pytest.mark.parametrize("config", [EMoEConfig(experts=2), MDLMConfig()], ids=["emoe", "mdlm"])
-@pytest.mark.parametrize("renamed", [[2, 0, 1], [1, 2, 0]])
-def test_renaming_symbols_renames_the_law(tiny, config, renamed: list[int]):
-    """Symbol v becomes renamed[v], the mask too: embedding and head move along, and so does the law."""
-    method = tiny(config, size=3, mask_id=1)
-    other = tiny(config, size=3, mask_id=renamed[1])
-    weights = {name: value.clone() for name, value in method.state_dict().items()}
-    token = weights["backbone.trunk.token.weight"]
-    weights["backbone.trunk.token.weight"] = torch.empty_like(token).index_copy(0, torch.tensor(renamed), token)
-    symbols = sorted(range(3), key=lambda v: renamed[v])
-    order = [[0, 2].index(v) for v in symbols if v != 1]  # rows of the head in the order of the new names
-    for part in ("weight", "bias"):
-        weights[f"backbone.head.{part}"] = weights[f"backbone.head.{part}"][order]
-    other.load_state_dict(weights)
-    before, after = Enumeration(method), Enumeration(other)
-    assert torch.allclose(before.law(2), after.law(2)[after.index(torch.tensor(renamed)[before.states])], atol=1e-14)
-
-
 def test_one_position_has_no_factorisation_gap(tiny):
     """With L = 1, or with one block (whose routes touch only their own position), a one-step law is a product."""
     for method in (tiny(length=1), tiny(length=2, depth=1)):

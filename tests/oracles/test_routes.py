@@ -17,8 +17,9 @@ from emoe.methods.emoe import EMoEConfig
 from emoe.methods.masked import MaskedDiffusion
 from emoe.ramps import Constant
 from emoe.rng import Rng
+from emoe.routing.compare import CompareConfig
 from emoe.routing.latent import RouteLatent, load_balance, routing_entropy, usage_shortfall
-from emoe.routing.routes import draw, each_expert, greedy, paired, replay, sharpened
+from emoe.routing.routes import draw, greedy, paired, replay, sharpened
 from emoe.types import Gate, Route
 
 RAMP = {name: torch.tensor(value, dtype=torch.float64) for name, value in (("relax_tau", 0.7), ("kl_weight", 1.0))}
@@ -172,42 +173,6 @@ def test_draws_share_their_row_and_follow_the_router():
         assert chi_square(pair, rho[0][:, None] * rho[0]) > ALPHA, block
 
 
-@pytest.mark.parametrize("mask_id", [0, 1, 3])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("dispatch", ["loop", "sliced", "dense"])
-def test_each_expert_is_every_expert_by_itself(tiny, dispatch: str, depth: int, mask_id: int):
-    """Bit for bit in float64, where the experts are run apart ("dense" computes them all as one product)."""
-    method = tiny(EMoEConfig(experts=3), size=4, depth=depth, mask_id=mask_id, length=3, dispatch=dispatch)
-    x, t = torch.randint(4, (5, 3), generator=generator(3)), torch.rand(5, generator=generator(4))
-    ones = torch.ones(5, 3, 1, dtype=torch.float64)
-    gates = [Gate(torch.randint(3, (5, 3, 1), generator=generator(d)), ones) for d in range(depth - 1)]
-    with torch.no_grad():
-        out = method.backbone(x, t, route=each_expert(replay(gates), depth - 1))
-        logits = method.backbone.read(out.h).unflatten(0, (5, 3))
-        for expert in range(3):
-            last = Gate(torch.full((5, 3, 1), expert), ones)
-            alone = method.backbone.predict(x, t, route=replay([*gates, last]))
-            if dispatch == "dense":
-                assert torch.allclose(logits[:, expert], alone.logits, atol=1e-13, rtol=0)
-            else:
-                assert torch.equal(logits[:, expert], alone.logits)
-            assert all(torch.equal(a, b) for a, b in zip(out.route_logits, alone.route_logits, strict=True))
-
-
-def test_temperature_changes_router_gradients_only(tiny):
-    """Same weights, same noise: values agree bitwise, gradients of the routers do not."""
-    method = tiny(EMoEConfig(experts=3))
-    x0, xt, t = batch_of(method)
-    ramps = [RAMP | {"relax_tau": torch.tensor(tau).double()} for tau in (1.0, 0.3)]
-    losses = [loss_at(method, x0, xt, t, ramp, Rng(10)).total for ramp in ramps]
-    assert torch.equal(*losses)
-    first, second = (gradients(method, loss) for loss in losses)
-    for name in ("backbone.head.weight", "backbone.trunk.blocks.1.mlp.experts.w_out"):
-        assert torch.allclose(first[name], second[name], atol=1e-12)
-    router = "backbone.trunk.blocks.1.mlp.router.weight"
-    assert not torch.allclose(first[router], second[router], atol=1e-6)
-
-
 # --- Oracle 14 and 17: one fused pass ----------------------------------------------------------------------------
 
 
@@ -321,9 +286,10 @@ def test_balance_adds_the_mean_over_blocks_of_the_posterior_routers(tiny):
     assert tiny(EMoEConfig(experts=3)).infer(noised(method, x0, xt, t), RAMP, Rng(6)).aux is None
 
 
+@pytest.mark.parametrize("compare", [None, CompareConfig(draws=3)], ids=["gates", "compare"])
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_kl_counts_with_its_weight_times_a_power_of_w(tiny, power: float):
-    method = tiny(EMoEConfig(experts=2, kl_time_power=Constant(value=power)))
+def test_kl_counts_with_its_weight_times_a_power_of_w(tiny, power: float, compare: CompareConfig | None):
+    method = tiny(EMoEConfig(experts=2, kl_time_power=Constant(value=power), compare=compare))
     x0, ramp = torch.tensor([[0, 2], [2, 0]]), ramp_of(method) | {"kl_weight": torch.tensor(0.5, dtype=torch.float64)}
     for t in (0.25, 0.5):
         loss = loss_at(method, x0, torch.full_like(x0, 1), torch.full((2,), t).double(), ramp, Rng(3))

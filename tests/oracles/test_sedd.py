@@ -21,7 +21,6 @@ from emoe.methods import sedd
 from emoe.methods.sedd import SEDD, SEDDConfig, log_scale, score_entropy, tweedie_step
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
-from emoe.runs.sampling import draw
 from emoe.types import Features, Likelihood, StepEvent, TokenSpace
 
 EPS = 1e-3
@@ -310,23 +309,3 @@ def test_a_network_that_does_not_read_the_time_is_refused():
         get_recipe("rows-mdlm"), {"method": "sedd", "backbone": "dit", "backbone.time-conditioning": "true"}
     )
     assert changed.method == SEDDConfig()
-
-
-def test_rows_are_learned_by_heart():
-    """64 rows that count upwards: their entropy is 2.0 nats, that of free symbols would be 4 log 8 = 8.3."""
-    sizes = {"width": 32, "depth": 2, "heads": 4, "hidden": 64, "cond_size": 16, "time_size": 16, "dropout": 0.0}
-    torch.manual_seed(0)
-    space = TokenSpace(size=9, mask_id=4, length=4)
-    method = SEDDConfig(t_low=0.01).build(space, DiTConfig(**sizes, time_conditioning=True))
-    symbols = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8])
-    x0 = symbols[(torch.randint(8, (64, 1), generator=generator()) + torch.arange(4)) % 8]
-    optimiser = torch.optim.Adam(method.parameters(), lr=5e-3)
-    for step in range(150):
-        optimiser.zero_grad()
-        method(x0, {}, Rng(0).at(step)).total.backward()
-        optimiser.step()
-    counts = x0.unique(dim=0, return_counts=True)[1] / 64
-    nll = torch.cat([method.nll(x0, NELBO, Rng(1).at(call)) for call in range(20)]).mean().item()
-    assert entropy(counts) - 0.1 < nll < entropy(counts) + 0.9
-    known = {tuple(row) for row in x0.tolist()}
-    assert sum(tuple(row) in known for row in draw(method, 200, 32).samples.tolist()) > 120
