@@ -108,7 +108,7 @@ class StepEvent:
     """A reverse step as a sampler reports it: x after the step, the revealed positions and the latent that was drawn.
 
     The latent is a tuple of gates, a latent vector, or None without a latent. Rows that a step did not run have
-    expert -1 or a vector of zeros.
+    expert -1 or a vector of zeros; if it ran none, there is no latent.
     """
 
     step: int

@@ -119,7 +119,8 @@ class EMoE(MaskedDiffusion):
         if self.config.compare is None:
             return self.infer(noised, ramp, rng)
         result = compare.compare_draws(self, noised, self.kl_weight(noised, ramp), rng)
-        out = self.inferred(result.log_token, result.latent, rows=RowLoss(result.loss, result.recon, result.kl))
+        rows = RowLoss(result.loss, result.recon, result.kl)
+        out = self.inferred(result.log_token, result.latent, result.valid, rows=rows)
         return replace(out, log={**out.log, "effective_draws": result.effective_draws})
 
     def inferred(

@@ -115,12 +115,13 @@ class Comparison(NamedTuple):
     recon: Float[Tensor, " B"]
     kl: Float[Tensor, " B"]
     effective_draws: Float[Tensor, ""]
+    valid: Bool[Tensor, ""] | None
 
 
 def compare_draws(method: Any, noised: Noised, beta: Tensor, rng: Rng) -> Comparison:
     """The loss over K draws of z from the posterior."""
     config: CompareConfig = method.config.compare
-    log_token, latent, _ = both_passes(method, noised, rng, draws=config.draws)
+    log_token, latent, valid = both_passes(method, noised, rng, draws=config.draws)
     rows = len(noised.x0)
     f = noised.weight[:, None, None] * log_token.unflatten(0, (rows, config.draws))
     recon, kl = -f.sum(-1).mean(1), latent.kl().view(rows, -1).mean(1)
@@ -132,7 +133,7 @@ def compare_draws(method: Any, noised: Noised, beta: Tensor, rng: Rng) -> Compar
     surrogate = ESTIMATORS[config.estimator](f, r, s, weight)
     loss = (recon + beta * kl).detach() + (surrogate - surrogate.detach())
     effective = effective_draws(wake_sleep_weights(f, r, s, weight))
-    return Comparison(log_token, latent, loss, recon, kl, effective)
+    return Comparison(log_token, latent, loss, recon, kl, effective, valid)
 
 
 def both_passes(
