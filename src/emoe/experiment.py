@@ -119,6 +119,8 @@ def _as_text(value: object) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, str):
         return value
+    if isinstance(value, Config):
+        return _as_text(to_dict(value))
     if isinstance(value, list | tuple):
         return ",".join(map(_as_text, value))
     return json.dumps(value).replace('"', "'") if isinstance(value, Mapping) else str(value).lower()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -85,7 +84,7 @@ def train(
     with joined(where) as world, contextlib.ExitStack() as stack:
         domain = experiment.domain.build(experiment.seed)
         method = experiment.build_method(domain.space).to(where)
-        data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
+        data = domain.digest()
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
         problem = "they were started with other fields, data or versions; give all the same command"
         world.check_same(everything, problem)

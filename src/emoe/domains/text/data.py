@@ -56,7 +56,7 @@ class TextConfig(DomainConfig, kind="text"):
 
     has_words: ClassVar[bool] = True
 
-    path: str = option(doc="folder of a set that emoe data prepare wrote")
+    path: str = option(doc="folder of a set that emoe data prepare wrote", neutral=True)
     held_out: HeldOut = option("auto", doc="rows to evaluate with: valid, test, or auto: test where there is one")
     verify: bool = option(True, doc="compare the files with their checksums when they are opened")
 
@@ -120,7 +120,11 @@ class Text(Domain):
                 raise DataError(f"{folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out")
         self.rows, self.test_rows = (open_rows(folder, self.manifest, one, config.verify) for one in ("train", held))
         self.held_out, self.fresh_rows = held, len(self.test_rows)
-        self._folder = folder
+        self._folder, self._verified = folder, config.verify
+
+    def digest(self) -> str:
+        """The checksum of the training file, which holds these bytes; it was compared when the file was opened."""
+        return str(self.manifest["splits"]["train"]["sha256"]) if self._verified else super().digest()
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
