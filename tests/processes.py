@@ -65,7 +65,8 @@ class Server:
         self.folder, self.logs, self._numbers = folder, dict[int, Path](), itertools.count()
         # Hash seed, time zone and locale must not matter.
         environment = os.environ | {"PYTHONHASHSEED": "7", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}
-        environment |= {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        paths = [Path(emoe.__file__).parents[1], Path(__file__).parent, Path(__file__).parent / "engine"]
+        environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER], env=environment, stdin=pipe, stdout=pipe, text=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -13,14 +12,15 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Server
 from torch import Tensor
 
-import emoe
 from emoe import files as storage
 from emoe.config import ConfigError
 from emoe.engine import checkpoint, tensorfile
@@ -116,12 +116,18 @@ def test_shards_respect_the_limit(tmp_path: Path) -> None:
     assert loaded.keys() == big.keys() and all(torch.equal(loaded[name], big[name]) for name in big)
 
 
-def test_loaded_tensors_are_writable_and_groups_can_be_left_out(tmp_path: Path) -> None:
+def test_loaded_tensors_are_writable_and_groups_load_alone(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
-    found = checkpoint.load(path, torch.device("cpu"), groups=["ema"])
-    assert set(found.tensors) == {"ema"}
-    found.tensors["ema"]["weight"].add_(1)
+    weights = checkpoint.load(path, torch.device("cpu"), groups=["ema"]).tensors
+    assert set(weights) == {"ema"}
+    weights["ema"]["weight"].add_(1)
     assert_state(checkpoint.load(path), 3)
+    (path / "optim.safetensors").unlink()  # nor are the files of other groups looked at
+    opened = checkpoint.load_latest(tmp_path, groups=["model", "ema"])
+    assert opened is not None and set(opened.tensors) == {"model", "ema"} and opened.meta["seed"] == 3
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(StorageError, match=r"no checkpoint can be read: .*lacks optim.safetensors"):
+        checkpoint.load_latest(tmp_path)
 
 
 def test_nothing_saved_is_none(tmp_path: Path) -> None:
@@ -192,104 +198,51 @@ STAGES = (
     "after-rename",
 )
 
-CHILDREN = """
-import json, os, resource, sys
+SAVE = """
+import resource
 from pathlib import Path
-from test_checkpoint import STAGES, checkpoint, save
-
-
-def in_child(work):
-    child = os.fork()
-    if child == 0:
-        os._exit(work() or 0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def killed(stage):
-    os.environ["EMOE_FAULT"] = "save:" + stage
-    save(root / stage, 2)
-
-
-def limited(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    try:
-        save(root / "full", 2)
-    except checkpoint.StorageError as error:
-        return error.exit_code if str(root / "full") in str(error) else 1
-
-
-root, codes = Path(sys.argv[1]), {}
-for stage in STAGES:
-    save(root / stage, 1)
-    codes[stage] = in_child(lambda: killed(stage))
-sizes = sorted(entry.stat().st_size for entry in save(root / "full", 1).iterdir())
-for size in [10, *sizes]:
-    codes[size] = in_child(lambda: limited(size - 1))
-print(json.dumps(codes))
+from test_checkpoint import StorageError, save
+unlimited = resource.RLIM_INFINITY
+resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.get("limit", unlimited), unlimited))
+try:
+    save(Path(arguments["root"]), 2)
+except StorageError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    print(error)
+    code = error.exit_code
 """
 
 
 @pytest.fixture(scope="module")
-def children(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """Saves in forked children of one fresh process (importing torch is slow): folder and exit codes."""
-    root = tmp_path_factory.mktemp("children")
-    paths = [str(Path(emoe.__file__).parents[1]), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", CHILDREN, str(root)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return root, json.loads(done.stdout)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_at_every_stage_of_a_save(children: tuple[Path, dict[str, int]], stage: str) -> None:
-    root = children[0] / stage
-    assert children[1][stage] == 137
+def test_a_kill_at_every_stage_of_a_save(stage: str, server: Server, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert server.wait(server.start(SAVE, {"root": str(tmp_path)}, EMOE_FAULT=f"save:{stage}")) == 137
     survivor = 2 if stage == "after-rename" else 1
-    assert steps(root) == [1, 2][:survivor]
-    assert len(leftovers(root)) == (0 if stage == "after-rename" else 1)
-    assert_state(checkpoint.load_latest(root), survivor)
-    save(root, 3)
-    assert not leftovers(root)
-    assert_state(checkpoint.load_latest(root), 3)
+    assert steps(tmp_path) == [1, 2][:survivor]
+    assert len(leftovers(tmp_path)) == (0 if stage == "after-rename" else 1)
+    assert_state(checkpoint.load_latest(tmp_path), survivor)
+    save(tmp_path, 3)
+    assert not leftovers(tmp_path)
+    assert_state(checkpoint.load_latest(tmp_path), 3)
 
 
 # ---- storage that fails
 
 
-def test_a_file_size_limit_is_a_storage_error(children: tuple[Path, dict[str, int]]) -> None:
-    root = children[0] / "full"
-    codes = [code for name, code in children[1].items() if name not in STAGES]
-    assert codes == [5] * 5  # too small for anything, then for each of the four files
-    assert steps(root) == [1] and not leftovers(root)
-    assert_state(checkpoint.load_latest(root), 1)
-
-
-@pytest.mark.parametrize("victim", [*STAGES[:3], "manifest.json", "folder"])
-def test_disk_full_at_each_file(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    write, sync = storage.write_synced, storage.sync_folder
-    full = OSError(errno.ENOSPC, "No space left on device")
-
-    def failing_write(path: Path, data: bytes) -> None:
-        write(path, data[: len(data) // 2] if path.name == victim else data)
-        if path.name == victim:
-            raise full
-
-    def failing_sync(folder: Path) -> None:
-        if victim == "folder":
-            raise full
-        sync(folder)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_synced", failing_write)
-        patch.setattr(storage, "sync_folder", failing_sync)
-        with pytest.raises(StorageError, match=r"step 2, \d+ bytes needed .*No space left") as caught:
-            save(tmp_path, 2)
-    assert str(tmp_path) in str(caught.value) and caught.value.exit_code == 5
-    assert steps(tmp_path) == [1] and not leftovers(tmp_path)
-    assert_state(checkpoint.load_latest(tmp_path), 1)
-    assert_state(checkpoint.load(save(tmp_path, 2)), 2)
+def test_a_file_size_limit_at_each_file_is_a_storage_error(server: Server, tmp_path: Path) -> None:
+    sizes = sorted(entry.stat().st_size for entry in save(tmp_path, 1).iterdir())
+    for size in [10, *sizes]:  # too small for anything, then for each of the four files
+        pid = server.start(SAVE, {"root": str(tmp_path), "limit": size - 1})
+        assert server.wait(pid) == 5
+        assert str(tmp_path) in server.text(pid) and "bytes needed" in server.text(pid)
+        assert steps(tmp_path) == [1] and not leftovers(tmp_path)
+        assert_state(checkpoint.load_latest(tmp_path), 1)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
