@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,67 +9,49 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from emoe.cli import main
-from emoe.completion import Completion, complete, fill_in, prepare
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
 from emoe.domains.images import DigitsConfig, MNISTConfig
 from emoe.domains.images.given import named_regions
 from emoe.domains.rows import RowsConfig
 from emoe.domains.toy import ToyConfig
-from emoe.evaluation.evaluate import evaluate_likelihood, fresh_count
-from emoe.runs import Run, load_run
-from emoe.types import Convention, TokenSpace
+from emoe.runs.completion import Completion, check_beginnings, complete, prepare
+from emoe.runs.run import Run
+from emoe.runs.train import train
+from emoe.types import TokenSpace
 
-UNET = "--backbone unet --backbone.channels 8 --backbone.hidden 8 --backbone.time-size 8 --backbone.time-hidden 16 "
-UNET += "--backbone.groups 4"
-SMALL = "--backbone.width 8 --backbone.hidden 16 --backbone.heads 2 --backbone.time-size 8 --domain.points 200"
-BASIC = "--train.steps 3 --train.batch 8 --eval.batch 7 --quiet --device cpu"
 DIGITS, MNIST = (TokenSpace(size=3, mask_id=2, length=side**2) for side in (8, 32))
-BOUND = Convention.parse("bound@1")
 TOY = TokenSpace(size=51, mask_id=50, length=2)
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs of a few steps: digits with a small UNet, and points of the plane."""
-    root = tmp_path_factory.mktemp("runs")
-    words = {"digits": f"train rows-emoe --domain digits {UNET}", "toy": f"train toy-8modes-emoe {SMALL}"}
-    for name, start in words.items():
-        assert main(f"{start} --run {root / name} {BASIC}".split()) == 0
-    return {name: root / name for name in words}
+UNET: dict[str, object] = {
+    "domain": "digits", "backbone": "unet", "backbone.channels": 8, "backbone.hidden": 8, "backbone.time_size": 8,
+    "backbone.time_hidden": 16, "backbone.groups": 4,
+}  # fmt: skip
+SMALL: dict[str, object] = {
+    "domain.points": 200, "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def digits(folders: dict[str, Path]) -> Run:
-    return load_run(folders["digits"], device="cpu")
+def trained(recipe: str, folder: Path, settings: dict[str, object]) -> Run:
+    own = settings | {"train.steps": 3, "train.batch": 8, "eval.batch": 7}
+    return train(recipe, folder, settings=own, device="cpu", callbacks=[])
 
 
 @pytest.fixture(scope="module")
-def toy(folders: dict[str, Path]) -> Run:
-    return load_run(folders["toy"], device="cpu")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """E-MoE with a small UNet."""
+    return trained("rows-emoe", tmp_path_factory.mktemp("runs") / "digits", UNET)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """E-MoE on points of the plane."""
+    return trained("toy-8modes-emoe", tmp_path_factory.mktemp("runs") / "toy", SMALL)
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything happens in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command in this process: (exit code, standard output, standard error)."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return run
 
 
 def glyph(side: int = 8) -> np.ndarray:
@@ -275,8 +255,8 @@ def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str
     assert fragment in str(caught.value)
 
 
-def test_only_pictures_have_ink() -> None:
-    with pytest.raises(ConfigError, match="ink: is for pictures, but 'toy' has none"):
+def test_only_images_have_ink() -> None:
+    with pytest.raises(ConfigError, match="ink: is for .*, but 'toy' has none"):
         ToyConfig(density="8-modes").read_given("1,?", TOY, ink="dark")
 
 
@@ -308,6 +288,13 @@ def test_what_is_wanted() -> None:
         assert fragment in str(caught.value)
 
 
+def test_beginnings_of_rows() -> None:
+    space = TokenSpace(size=5, mask_id=4, length=3)
+    check_beginnings(torch.tensor([[1, 2, 4], [1, 4, 4], [4, 4, 4]]), space)
+    with pytest.raises(ConfigError, match="continue: row 1 has a hole"):
+        check_beginnings(torch.tensor([[1, 2, 4], [1, 4, 2]]), space)
+
+
 # --- what comes out
 
 
@@ -324,99 +311,35 @@ def test_kept_tokens_stay_and_all_others_are_drawn(digits: Run) -> None:
     assert np.array_equal(found.kept.numpy().reshape(2, 8, 8)[1], np.arange(8) < 4 + np.zeros((8, 1)))
     assert len(np.unique(images[0].reshape(5, -1), axis=0)) == 5  # draws differ, across batches of 7 too
     again = digits.complete(["a.png", "b.png"], 5, 3, keep="left-half")
-    assert torch.equal(again.samples, found.samples)
-    assert not torch.equal(digits.complete(["a.png", "b.png"], 5, 3, 1, keep="left-half").samples, found.samples)
+    assert torch.equal(again.samples, found.samples) and len(again.texts) == 2 and len(again.texts[0]) == 5
+    assert not torch.equal(digits.complete(["a.png", "b.png"], 5, 3, seed=1, keep="left-half").samples, found.samples)
+    found.picture("x.png")
+    picture = np.asarray(Image.open("x.png").convert("L"))
+    assert picture.shape[1] > 2 * picture.shape[0] and len(np.unique(picture)) > 3  # paper, mask, margin, ink
+
+
+def test_rows_of_points_are_completed(toy: Run) -> None:
+    found = toy.complete(["12,?", "?,7"], 3)
+    assert found.nfe == toy.default_nfe == 1
+    assert (found.samples[0, :, 0] == 12).all() and (found.samples[1, :, 1] == 7).all()
+    assert found.texts[1][2].split()[1] == "7"
+    assert torch.equal(found.pool, toy.sample(6, 1, given=found.given.repeat_interleave(3, 0)))
+    found.picture("x.png")
+    assert Path("x.png").stat().st_size > 1000
 
 
 def test_a_sampler_that_changes_what_is_given_is_found_out(toy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, given = prepare(TOY, toy.experiment.domain, "12,?")
     honest = type(toy.method).sample
 
     def careless(self: object, *args: object, **options: object) -> torch.Tensor:
-        return honest(self, *args, **options).clone().index_fill_(1, torch.tensor([0]), 3)
+        return honest(self, *args, **options).clone().index_fill_(1, torch.tensor([0]), 3)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(toy.method), "sample", careless)
     with pytest.raises(AssertionError, match="changed tokens that were given"):
-        fill_in(toy, rows, given, 2, 1)
+        toy.complete("12,?", 2)
 
 
 @pytest.mark.parametrize(("n", "nfe", "name"), [(0, 1, "n"), (1, 0, "nfe")])
 def test_numbers_below_one_are_refused(toy: Run, n: int, nfe: int, name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: must be >= 1"):
         toy.complete("12,?", n, nfe)
-
-
-# --- the command
-
-
-def test_images_from_the_command_line(folders: dict[str, Path], digits: Run, command: Command) -> None:
-    save("a.png", glyph())
-    save("b.png", glyph(), ink="light")
-    run = folders["digits"]
-    words = ["--given", "a.png", "b.png", "--keep", "top-half", "--n", 3, "--nfe", 2, "--device", "cpu"]
-    code, out, err = command("sample", run, *words, "--out", "x", "--picture", "p/x.png", "--json")
-    assert code == 0 and "x.npy: 6 rows, NFE 2" in err
-    told, pool = json.loads(out), np.load("x.npy")
-    assert told["out"] == "x.npy" and pool.shape == (6, 64)
-    assert np.array_equal(pool.reshape(6, 8, 8)[:, :4], np.broadcast_to(glyph()[:4], (6, 4, 8)))
-    assert np.array_equal(
-        told["given"], np.where(np.arange(64) < 32, glyph().flatten().astype(int), -1)[None].repeat(2, 0)
-    )
-    assert torch.equal(torch.from_numpy(pool), digits.complete(["a.png", "b.png"], 3, 2, keep="top-half").pool)
-    picture = Image.open("p/x.png").convert("L")
-    assert picture.width > 2 * picture.height and len(np.unique(np.asarray(picture))) > 3  # paper, mask, margin, ink
-    code, out, _ = command("sample", run, "--given", "a.png", "--given", "b.png", *words[3:], "--json")
-    assert code == 0 and json.loads(out)["samples"] == pool.tolist()
-    code, out, _ = command("sample", run, "--given", "a.png", "--keep", "none", "--ink", "light", "--n", 1)
-    assert code == 0 and len(out.split()) == 64
-
-
-def test_rows_from_the_command_line(folders: dict[str, Path], command: Command) -> None:
-    run = folders["toy"]
-    code, out, _ = command("sample", run, "--given", "12,?", "?,7", "--n", 2, "--picture", "x.png", "--device", "cpu")
-    lines = [[int(word) for word in line.split()] for line in out.splitlines()]
-    assert code == 0 and [line[0] for line in lines[:2]] == [12, 12] and [line[1] for line in lines[2:]] == [7, 7]
-    assert Path("x.png").stat().st_size > 1000
-    Path("rows.csv").write_text("1,2\n3,4\n")
-    code, out, _ = command("sample", run, "--given", "rows.csv", "--keep", "1", "--n", 1, "--json")
-    told = json.loads(out)
-    assert code == 0 and told["given"] == [[-1, 2], [-1, 4]] and [row[1] for row in told["samples"]] == [2, 4]
-    code, out, _ = command("sample", run, "--given=-1,5", "--n", 1)
-    assert code == 0 and out.split()[1] == "5"
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "fragments"),
-    [
-        ("--keep 0", 2, ["keep: says what is done with given rows; add --given FILE"]),
-        ("--ink dark", 2, ["ink: says what is done with given rows"]),
-        ("--given 1,? --ink grey", 2, ["ink: 'grey' is not known", "allowed: auto, dark, light"]),
-        ("--given 1,? --ink dark", 2, ["ink: is for pictures, but 'toy' has none"]),
-        ("--given 1,2", 2, ["nothing to fill in", "--keep"]),
-        ("--given 1,2 --keep all", 2, ["keep: all leaves nothing to fill in"]),
-        ("--given 1,50", 2, ["given: '1,50': line 1, column 2 holds 50.0, but tokens are 0..49"]),
-        ("--given 1,2,3", 2, ["rows of 2 tokens are needed"]),
-        ("--given none.csv", 3, ["none.csv: does not exist"]),
-        ("--given", 2, ["--given: expected at least one argument"]),
-        ("--given 1,? --data-root x", 2, ["data-root: the data of this run come from no such folder; leave it out"]),
-    ],
-)
-def test_refused_by_the_command(
-    words: str, code: int, fragments: list[str], folders: dict[str, Path], command: Command
-) -> None:
-    found = command("sample", folders["toy"], "--device", "cpu", *words.split())
-    assert found[0] == code and not found[1] and found[2].count("\n") == 1
-    assert all(fragment in found[2] for fragment in fragments), found[2]
-
-
-def test_domains_with_few_fresh_rows(folders: dict[str, Path], digits: Run, toy: Run, command: Command) -> None:
-    """Digits has 300 test rows: pictures and likelihoods take what there is, more on request is refused."""
-    run = folders["digits"]
-    code, _, _ = command("sample", run, "--n", 4, "--picture", "x.png", "--out", "x", "--device", "cpu")
-    assert code == 0 and Path("x.png").stat().st_size > 1000
-    for rows, count in ((None, 300), (40, 40)):
-        found = evaluate_likelihood(digits.method, digits.domain, digits.experiment, [BOUND], rows=rows)
-        assert {row.n for row in found if row.metric == "nll"} == {count}
-    with pytest.raises(DataError, match="301 rows .* --rows 300"):
-        evaluate_likelihood(digits.method, digits.domain, digits.experiment, [BOUND], rows=301)
-    assert fresh_count(digits.domain, 1_000) == 300 and fresh_count(toy.domain, 1_000) == 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -47,8 +48,9 @@ class Domain(ABC):
     def picture(self, pools: dict[str, Int[Tensor, "n L"]], path: Path, *, title: str = "") -> None:
         """Draw pools side by side (name -> samples), one panel each, into an image file."""
 
-    def digest(self) -> str:
-        """SHA-256 of the bytes of the training rows; a run resumes only with equal ones."""
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash of the training rows; a run is resumed with equal rows only."""
         return hashlib.sha256(self.rows.contiguous().numpy().data).hexdigest()
 
     def batches(

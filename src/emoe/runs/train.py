@@ -84,7 +84,7 @@ def train(
     with joined(where) as world, contextlib.ExitStack() as stack:
         domain = experiment.domain.build(experiment.seed)
         method = experiment.build_method(domain.space).to(where)
-        data = domain.digest()
+        data = domain.sha256
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
         problem = "they were started with other fields, data or versions; give all the same command"
         world.check_same(everything, problem)

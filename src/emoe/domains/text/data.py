@@ -120,11 +120,9 @@ class Text(Domain):
                 raise DataError(f"{folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out")
         self.rows, self.test_rows = (open_rows(folder, self.manifest, one, config.verify) for one in ("train", held))
         self.held_out, self.fresh_rows = held, len(self.test_rows)
-        self._folder, self._verified = folder, config.verify
-
-    def digest(self) -> str:
-        """The checksum of the training file, which holds these bytes; it was compared when the file was opened."""
-        return str(self.manifest["splits"]["train"]["sha256"]) if self._verified else super().digest()
+        self._folder = folder
+        if config.verify:
+            self.sha256 = splits["train"]["sha256"]  # the file was hashed when it was opened
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
