@@ -2,70 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
-import io
 import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from processes import Server
 from torch import Tensor
 
 import emoe
 from emoe import files as storage
-from emoe.backbones.unet import UNetConfig
-from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.images import Digits, DigitsConfig, as_images, judge
+from emoe.domains.images import Digits, DigitsConfig, as_images
 from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
-from emoe.evaluation.evaluate import evaluate
-from emoe.methods.base import MaskedDiffusion
-from emoe.pretrained import PACKAGED, PretrainedRun, find, from_pretrained, release, release_command, released
-from emoe.recipes import get_recipe
-from emoe.rng import Rng
-from emoe.runs import Run, load_run, train
+from emoe.runs.pretrained import PACKAGED, find, from_pretrained, release, released
+from emoe.runs.run import Run
+from emoe.runs.train import load_run, train
 from emoe.types import TokenSpace
 
 MB = 1_000_000
-TINY = {
-    "backbone.width": "8",
-    "backbone.hidden": "16",
-    "backbone.heads": "2",
-    "backbone.time-size": "8",
-    "train.steps": "5",
-    "train.batch": "8",
-    "eval.samples": "20",
-    "eval.nfe": "1,2",
-    "eval.batch": "10",
-}
-ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # |w - rounded w| <= ROUNDING * |w|, half a unit of the last place
+TRANSFORMER: dict[str, object] = {
+    "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
+}  # fmt: skip
+UNET: dict[str, object] = {
+    "domain": "digits", "backbone": "unet", "backbone.channels": 8, "backbone.hidden": 8, "backbone.time_size": 8,
+    "backbone.time_hidden": 8, "backbone.groups": 2, "backbone.router.std": 0.5,
+}  # fmt: skip
+SHORT: dict[str, object] = {
+    "train.steps": 5, "train.batch": 8, "eval.samples": 20, "eval.nfe": [1, 2], "eval.batch": 10,
+}  # fmt: skip
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # |w - rounded w| <= ROUNDING * |w|, half a unit of the last digit
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """E-MoE with a tiny UNet and a moving average."""
-    recipe = get_recipe("rows-emoe")
-    experiment = dataclasses.replace(
-        recipe,
-        name="digits-tiny",
-        domain=DigitsConfig(),
-        backbone=UNetConfig(channels=8, hidden=8, time_size=8, time_hidden=8, groups=2, router_std=0.5),
-        train=dataclasses.replace(recipe.train, steps=5, batch=8, ema=0.5),
-    )
-    path = tmp_path_factory.mktemp("runs") / "digits"
-    return train(experiment, path, device="cpu", quiet=True)
+    settings = UNET | SHORT | {"name": "digits-tiny", "train.ema": 0.5}
+    return train("rows-emoe", tmp_path_factory.mktemp("runs") / "x", settings=settings, device="cpu", callbacks=[])
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +56,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """MDLM on a file of rows, without a moving average."""
     folder = tmp_path_factory.mktemp("secret")
     np.save(folder / "rows.npy", np.random.default_rng(0).integers(5, size=(60, 4)))
-    settings = TINY | {"domain.path": str(folder / "rows.npy"), "name": "rows-tiny"}
-    return train("rows-mdlm", folder / "run", settings=settings, device="cpu", quiet=True)
+    settings = TRANSFORMER | SHORT | {"domain.path": str(folder / "rows.npy"), "name": "rows-tiny"}
+    return train("rows-mdlm", folder / "run", settings=settings, device="cpu", callbacks=[])
 
 
 @pytest.fixture(autouse=True)
@@ -112,14 +95,13 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     forge(folder, tensorfile.to_bytes(tensors))
 
 
-def log_probabilities(run: Run, seed: int = 0) -> Tensor:
-    method = run.method
-    assert isinstance(method, MaskedDiffusion)
-    space = method.space
-    draw = torch.Generator().manual_seed(seed)
+def log_probabilities(run: Run) -> Tensor:
+    """Of rows of which about half is masked; clean positions are left out."""
+    space = run.method.space
+    draw = torch.Generator().manual_seed(0)
     x = torch.randint(space.size, (6, space.length), generator=draw)
-    with torch.no_grad():
-        return method.denoise(x, torch.full((6,), 0.5), Rng(seed)).log_x_theta
+    x[torch.rand(x.shape, generator=draw) < 0.5] = space.mask_id
+    return run.log_probs(x)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -160,11 +142,8 @@ def test_a_release_holds_the_moving_average_where_there_is_one(digits: Run, rows
 def test_a_config_says_what_the_weights_are(digits: Run, copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     data = (copy / "model.safetensors").read_bytes()
-    assert config["file"] == {
-        "name": "model.safetensors",
-        "size": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
+    assert config["file"].pop("sha256") == hashlib.sha256(data).hexdigest()
+    assert config["file"] == {"name": "model.safetensors", "size": len(data)}
     assert (config["schema"], config["name"], config["step"], config["weights"]) == (2, "digits-tiny", 5, "ema")
     assert (config["precision"], config["licence"], config["commit"]) == ("fp16", "Apache-2.0", "abc123")
     assert config["space"] == {"size": 3, "mask_id": 2, "length": 64}
@@ -174,74 +153,54 @@ def test_a_config_says_what_the_weights_are(digits: Run, copy: Path) -> None:
     assert sorted(file.name for file in copy.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_equal_seeds_give_equal_samples(copy: Path) -> None:
-    first, second = from_pretrained(copy), emoe.from_pretrained(str(copy), "cpu")
-    assert isinstance(second, PretrainedRun) and isinstance(second, Run)
-    drawn = first.sample(30, 2, seed=3)
-    assert drawn.shape == (30, 64) and drawn.max() < 2
-    assert torch.equal(drawn, second.sample(30, 2, seed=3)) and not torch.equal(drawn, second.sample(30, 2, seed=4))
-    given = torch.full((4, 64), 2)
-    given[:, :32] = 1
-    assert (second.sample(4, 2, given=given)[:, :32] == 1).all()
-
-
-def test_the_data_are_read_on_first_use(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    build = DigitsConfig.build
+def test_equal_seeds_give_equal_samples_and_the_data_are_read_on_first_use(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, build = [], DigitsConfig.build
 
     def watched(self: DigitsConfig, seed: int) -> Digits:
         built.append(seed)
         return build(self, seed)
 
     monkeypatch.setattr(DigitsConfig, "build", watched)
-    opened = from_pretrained(copy)
-    assert "digits-tiny" in repr(opened) and opened.sample(2, 1).shape == (2, 64) and not built
-    assert opened.domain is opened.domain and built == [0]
-    assert opened.domain.rows.shape == (1497, 64)
+    first, second = from_pretrained(copy), emoe.from_pretrained(str(copy), device="cpu")
+    drawn = first.sample(30, 2, seed=3)
+    assert isinstance(second, Run) and "digits-tiny" in repr(second) and first == second and drawn.max() < 2
+    assert torch.equal(drawn, second.sample(30, 2, seed=3)) and not torch.equal(drawn, second.sample(30, 2, seed=4))
+    assert not built and first.domain is first.domain and built == [0]
+    assert first.domain.rows.shape == (1497, 64)
 
 
-def test_a_model_samples_where_its_data_are_not(rows: Run, tmp_path: Path) -> None:
-    folder = release(rows.path, tmp_path / "out").path
-    assert "secret" not in (folder / "config.json").read_text()  # the file's name is kept, its folder is not
-    opened = from_pretrained(folder)
-    assert opened.sample(7, 3).shape == (7, 4) and opened.method.space == TokenSpace(size=6, mask_id=5, length=4)
-    with pytest.raises(DataError, match=r"rows\.npy"):
-        opened.domain  # noqa: B018
-    shutil.copy(rows.path.parent / "rows.npy", tmp_path / "moved.npy")
-    again = from_pretrained(folder, settings={"domain.path": "moved.npy"})
-    assert torch.equal(again.domain.rows, rows.domain.rows)
-    assert {row.nfe for row in evaluate(again.method, again.domain, again.experiment)} == {1, 2}
+def test_a_model_works_where_its_data_are_not(rows: Run, tmp_path: Path) -> None:
+    shutil.copytree(rows.path, "run")
+    experiment = Path("run/experiment.json")
+    experiment.write_text(experiment.read_text().replace(str(rows.path.parent), "nowhere"))
+    opened = load_run("run", device="cpu")
+    assert torch.equal(opened.sample(7, 3), rows.sample(7, 3))
+    folder = release("run", tmp_path / "out").path
+    assert "nowhere" not in (folder / "config.json").read_text()  # the file's name is kept, its folder is not
+    released_model = from_pretrained(folder)
+    assert released_model.method.space == TokenSpace(size=6, mask_id=5, length=4)
+    assert released_model.sample(7, 3).shape == (7, 4)
+    for run in (opened, released_model):
+        with pytest.raises(DataError, match=r"rows\.npy"):
+            run.domain  # noqa: B018
+    moved = from_pretrained(folder, settings={"domain.path": str(rows.path.parent / "rows.npy")})
+    assert torch.equal(moved.domain.rows, rows.domain.rows) and {row.nfe for row in moved.evaluate()} == {1, 2}
     np.save(tmp_path / "other.npy", np.arange(30).reshape(10, 3) % 5)
     other = from_pretrained(folder, settings={"domain.path": "other.npy"})
     with pytest.raises(ConfigError, match="length=3.* but rows-tiny has .*length=4"):
         other.domain  # noqa: B018
 
 
-def test_a_run_folder_samples_and_is_released_where_its_data_are_not(tmp_path: Path) -> None:
-    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(5, size=(60, 4)))
-    settings = TINY | {"domain.path": "rows.npy", "name": "rows-tiny"}
-    made = train("rows-mdlm", tmp_path / "run", settings=settings, device="cpu", quiet=True)
-    (tmp_path / "rows.npy").unlink()
-    opened = load_run(tmp_path / "run", device="cpu")
-    assert torch.equal(opened.sample(7, 3), made.sample(7, 3))
-    assert release(tmp_path / "run", tmp_path / "out").parameters == sum(p.numel() for p in made.method.parameters())
-    with pytest.raises(DataError, match=r"rows\.npy"):
-        opened.domain  # noqa: B018
-    np.save(tmp_path / "rows.npy", np.arange(30).reshape(10, 3) % 5)
-    with pytest.raises(ConfigError, match="length=3.* but .*run has .*length=4"):
-        opened.domain  # noqa: B018
-
-
-def test_a_run_of_an_earlier_version_is_opened_with_its_data(rows: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = checkpoint.load_latest
-
-    def older(folder: Path) -> checkpoint.Checkpoint | None:
-        found = load(folder)
-        assert found is not None and found.meta.pop("space")
-        return found
-
-    monkeypatch.setattr(checkpoint, "load_latest", older)
-    opened = load_run(rows.path, device="cpu")
+def test_a_run_of_an_earlier_version_is_opened_with_its_data(rows: Run) -> None:
+    """Its checkpoint does not say how many symbols and positions there are."""
+    shutil.copytree(rows.path, "run")
+    for path in Path("run").glob("checkpoints/*/manifest.json"):
+        content = storage.read_sealed(path)
+        assert content["meta"].pop("space")
+        seal(path, content)
+    opened = load_run("run", device="cpu")
     assert "domain" in vars(opened) and torch.equal(opened.sample(3, 2), rows.sample(3, 2))
 
 
@@ -288,20 +247,14 @@ def test_a_run_folder_and_a_file_are_no_releases(digits: Run, tmp_path: Path) ->
         from_pretrained(tmp_path / "model.pt")
 
 
-def test_every_command_takes_a_released_name(
-    rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    release(rows.path, tmp_path / "out", name="mine")
+def test_load_run_opens_releases_too(rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release(rows.path, tmp_path / "out", name="own")
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
-    opened = load_run("mine", device="cpu")
-    assert isinstance(opened, PretrainedRun) and opened.eval_file is None
-    assert rows.eval_file == rows.path / "eval.json"
-    assert load_run("mine", device="cpu", domain=rows.domain).domain is rows.domain
-    for words in ("mine --n 3 --seed 5", "out/mine --n 3 --seed 5"):
-        assert main(["sample", *words.split(), "--device", "cpu", "--json"]) == 0
-        assert np.array(json.loads(capsys.readouterr().out)["samples"]).shape == (3, 4)
-    assert main(["eval", "mine", "--device", "cpu"]) == 3  # its data are not here
-    assert "rows.npy" in capsys.readouterr().err
+    for name in ("own", "out/own"):
+        opened = load_run(name, device="cpu", domain=rows.domain)
+        assert opened.eval_file is None and opened.licence == "Apache-2.0" and opened.domain is rows.domain
+        assert torch.equal(opened.sample(3, seed=5), from_pretrained("own").sample(3, seed=5))
+    assert rows.eval_file == rows.path / "eval.json" and rows.licence is None
 
 
 @pytest.mark.parametrize("position", [0.0, 0.02, 0.5, 1.0])
@@ -314,37 +267,22 @@ def test_one_changed_byte_is_refused(name: str, position: float, copy: Path) -> 
         from_pretrained(copy)
 
 
-def test_truncated_and_missing_files_are_refused(copy: Path) -> None:
+def test_pickles_and_truncated_and_missing_files_are_refused(copy: Path) -> None:
     model = copy / "model.safetensors"
     whole = model.read_bytes()
     model.write_bytes(whole[:-1])
     with pytest.raises(StorageError, match=f"has {len(whole) - 1} bytes instead of {len(whole)}"):
         from_pretrained(copy)
+    for data in (pickle.dumps([1]), b"PK\x03\x04" + bytes(30)):  # with a config that vouches for them
+        forge(copy, data)
+        with pytest.raises(StorageError, match="pickles and other formats are never loaded"):
+            from_pretrained(copy)
     model.unlink()
     with pytest.raises(StorageError, match=r"model\.safetensors: is missing"):
         from_pretrained(copy)
     (copy / "config.json").write_text("{}")
     with pytest.raises(StorageError, match="is not what emoe release wrote"):
         from_pretrained(copy)
-
-
-class Bomb:
-    """Leaves a trace if it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
-        return os.mkdir, ("exploded",)
-
-
-def test_a_pickle_is_never_loaded(copy: Path, tmp_path: Path) -> None:
-    zipped = io.BytesIO()
-    torch.save(Bomb(), zipped)
-    for data in (pickle.dumps(Bomb()), zipped.getvalue()):
-        forge(copy, data)
-        with pytest.raises(StorageError, match="pickles and other formats are never loaded"):
-            from_pretrained(copy)
-    assert not (tmp_path / "exploded").exists()
-    pickle.loads(pickle.dumps(Bomb()))
-    assert (tmp_path / "exploded").exists()  # the bomb was live
 
 
 def test_wrong_tensors_are_named(copy: Path) -> None:
@@ -448,12 +386,18 @@ def test_a_full_disk_leaves_nothing(digits: Run, tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_kill_leaves_no_half_of_a_release(rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = f"from emoe.pretrained import release; release({str(rows.path)!r}, 'out')"
-    source = str(Path(emoe.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": source, "EMOE_FAULT": "save:config.json", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 137, done.stderr
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+def test_a_kill_leaves_no_half_of_a_release(
+    rows: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "from emoe.runs.pretrained import release; release(*arguments)"
+    pid = server.start(script, [str(rows.path), str(tmp_path / "out")], EMOE_FAULT="save:config.json")
+    assert server.wait(pid) == 137, server.text(pid)
     left = [entry.name for entry in Path("out").iterdir()]
     assert len(left) == 1 and left[0].startswith(".tmp-rows-tiny-")
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
@@ -462,33 +406,9 @@ def test_a_kill_leaves_no_half_of_a_release(rows: Run, tmp_path: Path, monkeypat
     assert [entry.name for entry in Path("out").iterdir()] == ["rows-tiny"] and from_pretrained("rows-tiny").step == 5
 
 
-def test_the_command(digits: Run, rows: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    both = [str(digits.path), str(rows.path)]
-    with pytest.raises(ConfigError, match="name: 2 runs cannot share a name"):
-        release_command([*both, "--out", "out", "--name", "x"])
-    with pytest.raises(ConfigError, match="several runs would be called 'rows-tiny'"):
-        release_command([both[1], both[1], "--out", "out"])
-    with pytest.raises(SystemExit) as end:
-        release_command([*both, "--out", "out", "--precision", "int4"])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and "int4" in error and "fp16" in error and "bf16" in error
-    with pytest.raises(ConfigError, match="nowhere is no run folder"):
-        release_command([both[0], "nowhere", "--out", "out"])
-    assert not Path("out").exists()  # all are checked before the first is written
-    assert release_command([*both, "--out", "out", "--precision", "bf16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["out/digits-tiny", "out/rows-tiny"]
-    assert all(" parameters, " in line and " MB in bf16; largest rounding error " in line for line in lines)
-    assert release_command([both[0], "--out", "out", "--name", "b", "--licence", "CC0-1.0", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["name"], told["path"]) == ("b", "out/b") and from_pretrained("out/b").licence == "CC0-1.0"
-    assert told["size"] == sum(file.stat().st_size for file in Path("out/b").iterdir())
-
-
-def test_the_package_carries_at_most_16_mb() -> None:
-    assert PACKAGED.is_dir()
-    files = [path for folder in (PACKAGED, judge.PACKAGED) for path in folder.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 16 * MB
+def test_the_package_carries_at_most_16_mb_of_weights() -> None:
+    files = [path for path in PACKAGED.parent.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".npz")]
+    assert PACKAGED.is_dir() and 0 < sum(path.stat().st_size for path in files) <= 16 * MB
 
 
 def test_released_models_of_the_package_load_and_sample() -> None:
