@@ -112,6 +112,13 @@ class Server:
         """Standard output and error of a job."""
         return self.logs[pid].read_text()
 
+    def until(self, pid: int, text: str) -> None:
+        """Wait until a job has printed a text."""
+        deadline = time.monotonic() + 60
+        while text not in self.text(pid):
+            assert time.monotonic() < deadline, self.text(pid)
+            time.sleep(0.002)
+
 
 def logged(run: Path) -> list[dict[str, Any]]:
     """The records of a log; a torn last line is left out."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,59 +17,50 @@ from emoe.engine.callbacks import Callback
 from emoe.methods.masked import MaskedDiffusion
 from emoe.runs.sampling import draw
 
-
-def current() -> tuple[object, ...]:
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-    )
+Settings = tuple[str, bool, bool, bool]
 
 
-def apply(matmul: str, deterministic: bool, warn_only: bool, benchmark: bool) -> None:
+def current() -> Settings:
+    torch_settings = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.get_float32_matmul_precision(), *torch_settings, torch.backends.cudnn.benchmark
+
+
+def choose(matmul: str, deterministic: bool, warn_only: bool, benchmark: bool) -> None:
     torch.set_float32_matmul_precision(matmul)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.backends.cudnn.benchmark = benchmark
 
 
-@pytest.fixture(params=[("medium", True, True, False), ("high", False, False, True)])
-def users(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Settings that a user has chosen for the process."""
-    before: Any = current()
-    apply(*request.param)
-    yield request.param
-    apply(*before)
+class Look(Callback):
+    """Keeps the settings of every step; fails at step 3."""
 
+    def __init__(self) -> None:
+        self.settings: list[Settings] = []
 
-class Fail(Callback):
     def on_step(self, step: int) -> None:
-        raise KeyError
+        self.settings.append(current())
+        if step == 3:
+            raise KeyError
 
 
+@pytest.mark.parametrize("users", [("medium", True, True, False), ("high", False, False, True)])
 def test_settings_come_back_after_fit_and_draw(
-    users: Any, tiny: Callable[..., MaskedDiffusion], tmp_path: Path
+    users: Settings, tiny: Callable[..., MaskedDiffusion], tmp_path: Path
 ) -> None:
-    seen: list[object] = []
-
-    class Look(Callback):
-        def on_step(self, step: int) -> None:
-            seen.append(current())
-
-    def interrupt(*_: object) -> None:
-        seen.append(current())
-        raise KeyError
-
-    fit_line(Line(), tmp_path, 2, callbacks=[Look()], deterministic=True)
-    assert current() == users and seen == [("highest", True, False, False)] * 2
-    with suppress(KeyError):
-        fit_line(Line(), tmp_path, 9, callbacks=[Fail()], resume=True)
-    assert current() == users
-    for precision, name in (("tf32", "high"), ("fp32", "highest"), (None, users[0])):
-        draw(tiny(), 3, 1, precision=precision)
-        with suppress(KeyError):
-            draw(tiny(), 3, 1, precision=precision, on_step=interrupt)
-        assert current() == users and seen[-1][0] == name  # type: ignore[index]
+    before, look = current(), Look()
+    choose(*users)
+    try:
+        for steps in (2, 9):
+            with suppress(KeyError):
+                fit_line(Line(), tmp_path, steps, callbacks=[look], deterministic=True, resume=True)
+            assert current() == users and set(look.settings) == {("highest", True, False, False)}
+        for precision, name in (("tf32", "high"), ("fp32", "highest"), (None, users[0])):
+            draw(tiny(), 3, 1, precision=precision)
+            with suppress(KeyError):
+                draw(tiny(), 3, 1, precision=precision, on_step=lambda _: look.on_step(3))
+            assert current() == users and look.settings[-1][0] == name
+    finally:
+        choose(*before)
 
 
 def test_nested_blocks_restore_the_one_around_them() -> None:
@@ -85,8 +75,7 @@ def test_nested_blocks_restore_the_one_around_them() -> None:
 
 
 def test_threads_must_agree() -> None:
-    entered, leave = threading.Event(), threading.Event()
-    before = current()
+    entered, leave, before = threading.Event(), threading.Event(), current()
 
     def work() -> None:
         with arithmetic("tf32"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import TRAIN, Server, logged, outcome, until_step
+from small import TOY
 from torch import Tensor
 
 from emoe.config import ConfigError
@@ -21,10 +22,7 @@ from emoe.engine.fit import TrainConfig, fit
 from emoe.engine.optim import OptimConfig
 from emoe.rng import Rng
 
-SMALL: dict[str, object] = {
-    "domain.points": 300, "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
-    "train.batch": 8, "train.ema": 0.9, "train.log_every": 1, "train.save_every": 7,
-}  # fmt: skip
+SMALL = TOY | {"train.ema": 0.9, "train.save_every": 7}
 STEPS = 60
 LONG = 100_000
 
@@ -213,12 +211,11 @@ def test_starts_that_are_refused_for_all(server: Server, whole: Path, tmp_path: 
 
 
 def test_alone_nothing_is_exchanged() -> None:
-    world, tensor = World(), torch.ones(3)
+    world, tensor, done = World(), torch.ones(3), list[int]()
     world.average([tensor])
     world.check_same("a", "b")
-    assert world.leads and world.agree(7) == 7 and world.any_of([1, 0]) == [1, 0] and torch.equal(tensor, torch.ones(3))
-    done = []
     world.lead(lambda: done.append(1))
+    assert world.leads and world.agree(7) == 7 and world.any_of([1, 0]) == [1, 0] and torch.equal(tensor, torch.ones(3))
     assert done == [1]
 
 
@@ -253,8 +250,9 @@ def test_the_streams_must_be_those_of_the_rank(tmp_path: Path) -> None:
 
 def test_buckets_keep_order_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "BUCKET_BYTES", 16)
-    tensors = [torch.zeros(n, dtype=kind) for n, kind in ((3, torch.float32), (1, torch.float64), (2, torch.float32),
-                                                          (9, torch.float32), (1, torch.float32))]  # fmt: skip
-    sizes = [[(tensor.numel(), tensor.dtype) for tensor in bucket] for bucket in distributed._buckets(tensors)]
     single, double = torch.float32, torch.float64
-    assert sizes == [[(3, single), (2, single)], [(9, single)], [(1, single)], [(1, double)]]
+    sizes = [(3, single), (1, double), (2, single), (9, single), (1, single)]
+    buckets = distributed._buckets([torch.zeros(count, dtype=kind) for count, kind in sizes])
+    assert [[(tensor.numel(), tensor.dtype) for tensor in bucket] for bucket in buckets] == [
+        [(3, single), (2, single)], [(9, single)], [(1, single)], [(1, double)]
+    ]  # fmt: skip

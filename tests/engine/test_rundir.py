@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import TRAIN, Server, outcome
+from small import TOY
 
 from emoe.engine.rundir import RunBusy, RunLock
 from emoe.experiment import Experiment
@@ -29,8 +30,7 @@ except RunBusy as error:
     print(error)
     code = error.exit_code
 """
-WAIT_AND_TRAIN = (
-    """
+WAIT = """
 import os, time
 import emoe.runs.train as module
 fit, go = module.fit, arguments.pop("go")
@@ -41,8 +41,6 @@ module.fit = late
 while not os.path.exists(go):
     time.sleep(0.0005)
 """
-    + TRAIN
-)
 
 
 @pytest.fixture(scope="module")
@@ -51,37 +49,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def hold(server: Server, folder: Path) -> int:
-    pid = server.start(HOLD, str(folder))
-    while "held" not in server.text(pid):
-        time.sleep(0.005)
-    return pid
-
-
 def test_the_holder_is_named_and_a_killed_one_leaves_no_lock(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "run with spaces"
-    first = hold(server, folder)
+    first = server.start(HOLD, str(folder))
+    server.until(first, "held")
     second = server.start(HOLD, str(folder))
     assert server.wait(second) == 2
     assert f"process {first};" in server.text(second) and str(folder) in server.text(second)
-    with pytest.raises(RunBusy) as caught, RunLock(folder):
-        pass
-    assert caught.value.pid == first
     os.kill(first, signal.SIGKILL)
     assert server.wait(first) == -signal.SIGKILL
     with RunLock(folder):
         assert (folder / "run.lock").read_text() == f"{os.getpid()}\n"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="run.lock"), RunLock(tmp_path / "file"):
+        pass
 
 
 def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
-    refused: list[bool] = []
+    entered: list[bool] = []
 
     def enter() -> None:
         try:
             with RunLock(tmp_path):
-                refused.append(False)
+                entered.append(True)
         except RunBusy:
-            refused.append(True)
+            entered.append(False)
 
     with pytest.raises(KeyError), RunLock(tmp_path):
         with RunLock(tmp_path / "." / ""):
@@ -91,34 +83,22 @@ def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
         thread.join()
         raise KeyError
     enter()
-    assert refused == [True, False]
-
-
-def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="run.lock"), RunLock(tmp_path / "file"):
-        pass
+    assert entered == [False, True]
 
 
 def test_two_starts_at_once_never_mix(server: Server, tmp_path: Path) -> None:
     """One of them has the folder from its claim to its end; the experiment, log and weights are all its own."""
-    settings: dict[str, Any] = {
-        "domain.points": 300, "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
-        "train.batch": 8, "train.steps": 6, "train.log_every": 1,
-    }  # fmt: skip
 
-    def job(folder: Path, seed: int, go: Path) -> dict[str, Any]:
-        own = settings | {"seed": seed}
-        return {"recipe": "toy-8modes-mdlm", "folder": str(folder), "settings": own, "go": str(go)}
+    def begin(folder: Path, seed: int, go: Path) -> int:
+        arguments: dict[str, Any] = {"recipe": "toy-8modes-mdlm", "folder": str(folder), "go": str(go)}
+        return server.start(WAIT + TRAIN, arguments | {"settings": TOY | {"train.steps": 6, "seed": seed}})
 
-    now = tmp_path / "now"
-    now.touch()
-    alone = [tmp_path / f"alone{seed}" for seed in (0, 1)]
-    for seed, folder in enumerate(alone):
-        assert server.wait(server.start(WAIT_AND_TRAIN, job(folder, seed, now))) == 0
+    alone = [tmp_path / "alone0", tmp_path / "alone1"]
+    assert [server.wait(begin(folder, seed, tmp_path)) for seed, folder in enumerate(alone)] == [0, 0]
     for trial in range(4):
         folder, go = tmp_path / f"run{trial}", tmp_path / f"go{trial}"
-        pids = [server.start(WAIT_AND_TRAIN, job(folder, seed, go)) for seed in (0, 1)]
+        pids = [begin(folder, seed, go) for seed in (0, 1)]
+        time.sleep(0.02)
         go.touch()
         codes = [server.wait(pid) for pid in pids]
         assert sorted(codes) == [0, 2], [server.text(pid) for pid in pids]

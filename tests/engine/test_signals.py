@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,17 +33,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def until(server: Server, pid: int, text: str) -> None:
-    while text not in server.text(pid):
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize(
     ("number", "blocked"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
 )
 def test_the_first_signal_sets_a_flag(number: signal.Signals, blocked: bool, server: Server) -> None:
     pid = server.start(LOOP, {"linger": 0, "blocked": blocked})
-    until(server, pid, "ready")
+    server.until(pid, "ready")
     os.kill(pid, number)
     assert server.wait(pid) == 128 + number
     text = server.text(pid)
@@ -54,9 +48,9 @@ def test_the_first_signal_sets_a_flag(number: signal.Signals, blocked: bool, ser
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_process(second: signal.Signals, server: Server) -> None:
     pid = server.start(LOOP, {"linger": 60, "blocked": False})
-    until(server, pid, "ready")
+    server.until(pid, "ready")
     os.kill(pid, signal.SIGINT)
-    until(server, pid, "flag 2")
+    server.until(pid, "flag 2")
     os.kill(pid, second)
     assert server.wait(pid) == 128 + second
 
