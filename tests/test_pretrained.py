@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Server
+from small import TRANSFORMER, UNET, Settings, trained
 from torch import Tensor
 
 import emoe
@@ -27,28 +27,19 @@ from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 from emoe.runs.pretrained import PACKAGED, find, from_pretrained, release, released
 from emoe.runs.run import Run
-from emoe.runs.train import load_run, train
+from emoe.runs.train import load_run
 from emoe.types import TokenSpace
 
 MB = 1_000_000
-TRANSFORMER: dict[str, object] = {
-    "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
-}  # fmt: skip
-UNET: dict[str, object] = {
-    "domain": "digits", "backbone": "unet", "backbone.channels": 8, "backbone.hidden": 8, "backbone.time_size": 8,
-    "backbone.time_hidden": 8, "backbone.groups": 2, "backbone.router.std": 0.5,
-}  # fmt: skip
-SHORT: dict[str, object] = {
-    "train.steps": 5, "train.batch": 8, "eval.samples": 20, "eval.nfe": [1, 2], "eval.batch": 10,
-}  # fmt: skip
+SHORT: Settings = {"train.steps": 5, "eval.samples": 20, "eval.nfe": [1, 2], "eval.batch": 10}
 ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # |w - rounded w| <= ROUNDING * |w|, half a unit of the last digit
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """E-MoE with a tiny UNet and a moving average."""
-    settings = UNET | SHORT | {"name": "digits-tiny", "train.ema": 0.5}
-    return train("rows-emoe", tmp_path_factory.mktemp("runs") / "x", settings=settings, device="cpu", callbacks=[])
+    settings = UNET | SHORT | {"name": "digits-tiny", "train.ema": 0.5, "backbone.router.std": 0.5}
+    return trained("rows-emoe", tmp_path_factory.mktemp("runs") / "x", settings)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("secret")
     np.save(folder / "rows.npy", np.random.default_rng(0).integers(5, size=(60, 4)))
     settings = TRANSFORMER | SHORT | {"domain.path": str(folder / "rows.npy"), "name": "rows-tiny"}
-    return train("rows-mdlm", folder / "run", settings=settings, device="cpu", callbacks=[])
+    return trained("rows-mdlm", folder / "run", settings)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +64,13 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def copy(digits: Run, tmp_path: Path) -> Path:
     """A release that a test may damage."""
     return release(digits.path, tmp_path / "out").path
+
+
+def refused(
+    kind: type[Exception], message: str, call: Callable[..., object], *arguments: object, **options: Any
+) -> None:
+    with pytest.raises(kind, match=message):
+        call(*arguments, **options)
 
 
 def seal(path: Path, content: dict[str, Any]) -> None:
@@ -133,10 +131,8 @@ def test_a_release_holds_the_moving_average_where_there_is_one(digits: Run, rows
     assert all(torch.equal(got[name], average[name].half().float()) for name in raw)
     assert any(not torch.equal(got[name], raw[name].half().float()) for name in raw)
     assert from_pretrained(names["digits-tiny"], weights="ema").step == 5
-    with pytest.raises(ConfigError, match="holds no 'model'; allowed: auto, ema"):
-        from_pretrained(names["digits-tiny"], weights="model")
-    with pytest.raises(ConfigError, match="holds no 'ema'; allowed: auto, model"):
-        from_pretrained(names["rows-tiny"], weights="ema")
+    refused(ConfigError, "holds no 'model'; allowed: auto, ema", from_pretrained, names["digits-tiny"], weights="model")
+    refused(ConfigError, "holds no 'ema'; allowed: auto, model", from_pretrained, names["rows-tiny"], weights="ema")
 
 
 def test_a_config_says_what_the_weights_are(digits: Run, copy: Path) -> None:
@@ -208,8 +204,13 @@ def test_settings_that_fit_and_settings_that_do_not(copy: Path) -> None:
     greedy = from_pretrained(copy, settings={"method.route-tau": "0"})
     assert greedy.experiment.name == "digits-tiny method.route-tau=0"
     assert not torch.equal(greedy.sample(30, 1), from_pretrained(copy).sample(30, 1))
-    with pytest.raises(ConfigError, match=r"does not fit(.|\n)*has shape(.|\n)*and \d+ more"):
-        from_pretrained(copy, settings={"backbone.channels": "4"})
+    refused(
+        ConfigError,
+        r"does not fit(.|\n)*has shape(.|\n)*and \d+ more",
+        from_pretrained,
+        copy,
+        settings={"backbone.channels": "4"},
+    )
 
 
 def test_names_are_searched_in_order(digits: Run, rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,17 +235,14 @@ def test_names_are_searched_in_order(digits: Run, rows: Run, tmp_path: Path, mon
     assert from_pretrained("one").method.space.length == 4 and from_pretrained("./one").method.space.length == 4
     (tmp_path / "two").mkdir()
     assert find("two") is None
-    with pytest.raises(ConfigError, match=r"two is no release \(no config\.json\)"):
-        from_pretrained("two")
+    refused(ConfigError, r"two is no release \(no config\.json\)", from_pretrained, "two")
     assert find("../b/two") is None and find("nowhere") is None
 
 
 def test_a_run_folder_and_a_file_are_no_releases(digits: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a run folder, not a release; open it with emoe\.load_run"):
-        from_pretrained(digits.path)
+    refused(ConfigError, r"is a run folder, not a release; open it with emoe\.load_run", from_pretrained, digits.path)
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
-    with pytest.raises(ConfigError, match=r"model\.pt is a file; .*pickles are never loaded"):
-        from_pretrained(tmp_path / "model.pt")
+    refused(ConfigError, r"model\.pt is a file; .*pickles are never loaded", from_pretrained, tmp_path / "model.pt")
 
 
 def test_load_run_opens_releases_too(rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,26 +261,21 @@ def test_one_changed_byte_is_refused(name: str, position: float, copy: Path) -> 
     data = bytearray((copy / name).read_bytes())
     data[round(position * (len(data) - 1))] ^= 1
     (copy / name).write_bytes(data)
-    with pytest.raises(StorageError, match="SHA-256 does not match; get the release again"):
-        from_pretrained(copy)
+    refused(StorageError, "SHA-256 does not match; get the release again", from_pretrained, copy)
 
 
 def test_pickles_and_truncated_and_missing_files_are_refused(copy: Path) -> None:
     model = copy / "model.safetensors"
     whole = model.read_bytes()
     model.write_bytes(whole[:-1])
-    with pytest.raises(StorageError, match=f"has {len(whole) - 1} bytes instead of {len(whole)}"):
-        from_pretrained(copy)
+    refused(StorageError, f"has {len(whole) - 1} bytes instead of {len(whole)}", from_pretrained, copy)
     for data in (pickle.dumps([1]), b"PK\x03\x04" + bytes(30)):  # with a config that vouches for them
         forge(copy, data)
-        with pytest.raises(StorageError, match="pickles and other formats are never loaded"):
-            from_pretrained(copy)
+        refused(StorageError, "pickles and other formats are never loaded", from_pretrained, copy)
     model.unlink()
-    with pytest.raises(StorageError, match=r"model\.safetensors: is missing"):
-        from_pretrained(copy)
+    refused(StorageError, r"model\.safetensors: is missing", from_pretrained, copy)
     (copy / "config.json").write_text("{}")
-    with pytest.raises(StorageError, match="is not what emoe release wrote"):
-        from_pretrained(copy)
+    refused(StorageError, "is not what emoe release wrote", from_pretrained, copy)
 
 
 def test_wrong_tensors_are_named(copy: Path) -> None:
@@ -313,15 +306,12 @@ def test_wrong_tensors_are_named(copy: Path) -> None:
 def test_other_schemas_and_foreign_configs_are_refused(copy: Path) -> None:
     config = storage.read_sealed(copy / "config.json")
     seal(copy / "config.json", config | {"schema": 3})
-    with pytest.raises(NewerSchemaError, match="has schema 3, this version reads up to 2; update emoe"):
-        from_pretrained(copy)
+    refused(NewerSchemaError, "has schema 3, this version reads up to 2; update emoe", from_pretrained, copy)
     for broken in ({"schema": "x"}, {"space": {"size": 0, "mask_id": 0, "length": 1}}, {"file": None}, {"step": []}):
         seal(copy / "config.json", config | broken)
-        with pytest.raises(StorageError, match="is no config of a release"):
-            from_pretrained(copy)
+        refused(StorageError, "is no config of a release", from_pretrained, copy)
     seal(copy / "config.json", config | {"experiment": config["experiment"] | {"colour": "red"}})
-    with pytest.raises(ConfigError, match=r"config\.json: colour: unknown field"):
-        from_pretrained(copy)
+    refused(ConfigError, r"config\.json: colour: unknown field", from_pretrained, copy)
 
 
 def test_unfinished_runs_need_a_word(rows: Run, tmp_path: Path) -> None:
@@ -329,29 +319,35 @@ def test_unfinished_runs_need_a_word(rows: Run, tmp_path: Path) -> None:
     shutil.copytree(rows.path, path)
     text = (path / "experiment.json").read_text()
     (path / "experiment.json").write_text(text.replace('"steps": 5', '"steps": 6'))
-    with pytest.raises(ConfigError, match="is at step 5 of 6; finish it with: .*--resume, or add --unfinished"):
-        release(path, tmp_path / "out")
+    refused(
+        ConfigError,
+        "is at step 5 of 6; finish it with: .*--resume, or add --unfinished",
+        release,
+        path,
+        tmp_path / "out",
+    )
     assert not (tmp_path / "out").exists()
     assert from_pretrained(release(path, tmp_path / "out", unfinished=True).path).step == 5
     shutil.rmtree(path / "checkpoints")
-    with pytest.raises(ConfigError, match="has no checkpoint yet"):
-        release(path, tmp_path / "out", name="none", unfinished=True)
-    with pytest.raises(ConfigError, match="is no run folder"):
-        release(tmp_path, tmp_path / "out")
+    refused(ConfigError, "has no checkpoint yet", release, path, tmp_path / "out", name="none", unfinished=True)
+    refused(ConfigError, "is no run folder", release, tmp_path, tmp_path / "out")
 
 
 def test_names_that_cannot_be_given(digits: Run, rows: Run, tmp_path: Path) -> None:
     for name in ("", "../x", "a/b", ".hidden", "a b", "x\n"):
-        with pytest.raises(ConfigError, match="is not allowed"):
-            release(digits.path, tmp_path / "out", name=name)
+        refused(ConfigError, "is not allowed", release, digits.path, tmp_path / "out", name=name)
     release(digits.path, tmp_path / "out")
-    with pytest.raises(ConfigError, match="exists already"):
-        release(digits.path, tmp_path / "out")
+    refused(ConfigError, "exists already", release, digits.path, tmp_path / "out")
     shutil.copytree(rows.path, tmp_path / "changed")
     file = tmp_path / "changed" / "experiment.json"
     file.write_text(file.read_text().replace('"rows-tiny"', '"rows-mdlm train.steps=5"'))
-    with pytest.raises(ConfigError, match=r"holds 'rows-mdlm train\.steps=5', which cannot name a folder"):
-        release(tmp_path / "changed", tmp_path / "out")
+    refused(
+        ConfigError,
+        r"holds 'rows-mdlm train\.steps=5', which cannot name a folder",
+        release,
+        tmp_path / "changed",
+        tmp_path / "out",
+    )
     assert release(tmp_path / "changed", tmp_path / "out", name="v0.1_a-b").name == "v0.1_a-b"
 
 
@@ -369,39 +365,28 @@ def poison(run: Run, name: str, folder: Path, value: float) -> Path:
 def test_weights_that_cannot_be_rounded_are_named(rows: Run, tmp_path: Path) -> None:
     name = next(iter(rows.method.state_dict()))
     large = poison(rows, name, tmp_path / "large", 1e5)
-    with pytest.raises(ConfigError, match=f"{name} has weights too large for fp16; use --precision bf16"):
-        release(large, tmp_path / "out")
+    refused(
+        ConfigError, f"{name} has weights too large for fp16; use --precision bf16", release, large, tmp_path / "out"
+    )
     assert release(large, tmp_path / "out", precision="bf16").tensor == name
-    with pytest.raises(ConfigError, match=f"{name} is not finite"):
-        release(poison(rows, name, tmp_path / "nan", float("nan")), tmp_path / "out", name="nan")
+    refused(
+        ConfigError,
+        f"{name} is not finite",
+        release,
+        poison(rows, name, tmp_path / "nan", float("nan")),
+        tmp_path / "out",
+        name="nan",
+    )
 
 
-def test_a_full_disk_leaves_nothing(digits: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(storage, "write_sealed", full)
-    with pytest.raises(StorageError, match="cannot write the release 'digits-tiny', .*No space left"):
-        release(digits.path, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-def test_a_kill_leaves_no_half_of_a_release(
-    rows: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = "from emoe.runs.pretrained import release; release(*arguments)"
-    pid = server.start(script, [str(rows.path), str(tmp_path / "out")], EMOE_FAULT="save:config.json")
-    assert server.wait(pid) == 137, server.text(pid)
-    left = [entry.name for entry in Path("out").iterdir()]
-    assert len(left) == 1 and left[0].startswith(".tmp-rows-tiny-")
+def test_a_kill_leaves_no_half_of_a_release(rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
-    assert "rows-tiny" not in released()
+    script = "from emoe.runs.pretrained import release; release(*arguments)"
+    with Server(tmp_path) as server:
+        pid = server.start(script, [str(rows.path), str(tmp_path / "out")], EMOE_FAULT="save:config.json")
+        assert server.wait(pid) == 137, server.text(pid)
+    (left,) = Path("out").iterdir()
+    assert left.name.startswith(".tmp-rows-tiny-") and "rows-tiny" not in released()
     release(rows.path, "out")  # which also clears what was left
     assert [entry.name for entry in Path("out").iterdir()] == ["rows-tiny"] and from_pretrained("rows-tiny").step == 5
 
