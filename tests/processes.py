@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import emoe
 
@@ -72,7 +72,7 @@ class Server:
             [sys.executable, "-c", SERVER], env=environment, stdin=pipe, stdout=pipe, text=True
         )
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import trained
 
 from emoe.config import ConfigError
 from emoe.engine import checkpoint
@@ -19,7 +20,7 @@ from emoe.overrides import differences, neutral_fields
 from emoe.ramps import Constant
 from emoe.recipes import get_recipe
 from emoe.routing.compare import CompareConfig
-from emoe.runs.train import load_run, train
+from emoe.runs.train import load_run
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMA_1: dict[str, Any] = json.loads((GOLDEN / "recipes.json").read_text())
@@ -127,7 +128,7 @@ def test_a_run_of_the_first_schema_goes_on_with_the_same_weights(tmp_path: Path)
     expected = checkpoint.load(last).tensors
     shutil.rmtree(last)
     experiment = Experiment.load(run / "experiment.json")
-    assert train(experiment, run, resume=True, device="cpu", callbacks=[]).step == 4
+    assert trained(experiment, run, {}, resume=True).step == 4
     found = checkpoint.load(last).tensors
     for group in ("model", "ema"):
         assert found.get(group, {}).keys() == expected.get(group, {}).keys()

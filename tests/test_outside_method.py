@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from processes import logged, outcome
+from small import TRANSFORMER, Settings, trained
 
 import emoe
 import emoe.recipes
@@ -130,27 +131,24 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("my_coin", None)
 
 
-def settings(script: Path) -> dict[str, object]:
-    return {
-        "domain.path": str(script / "rows.npy"), "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2,
-        "backbone.time_size": 8, "train.batch": 16, "train.steps": 60, "train.save_every": 30, "train.log_every": 1,
-        "optim.lr": 1e-2, "eval.nfe": [1, 2], "eval.samples": 40,
-    }  # fmt: skip
+@pytest.fixture(scope="module")
+def settings(script: Path) -> Settings:
+    own = TRANSFORMER | {"domain.path": str(script / "rows.npy"), "eval.nfe": [1, 2], "eval.samples": 40}
+    return own | {"train.steps": 60, "train.save_every": 30, "train.log_every": 1, "optim.lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def run(script: Path) -> Run:
-    return emoe.train("rows-coin", script / "run", settings=settings(script), device="cpu", callbacks=[])
+def run(script: Path, settings: Settings) -> Run:
+    return trained("rows-coin", script / "run", settings)
 
 
-def test_it_trains_and_resumes(run: Run, script: Path, tmp_path: Path) -> None:
+def test_it_trains_and_resumes(run: Run, settings: Settings, tmp_path: Path) -> None:
     records = logged(run.path)
     assert run.step == 60 and {"heads", "kl", "recon", "kl_weight"} <= set(records[0])
     assert np.mean([record["loss"] for record in records[-10:]]) < records[0]["loss"]
     shutil.copytree(run.path, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000000060")
-    own = settings(script)
-    again = emoe.train("rows-coin", tmp_path / "run", settings=own, resume=True, device="cpu", callbacks=[])
+    again = trained("rows-coin", tmp_path / "run", settings, resume=True)
     assert outcome(tmp_path / "run") == outcome(run.path)
     assert torch.equal(again.sample(9, seed=1), emoe.load_run(run.path, device="cpu").sample(9, seed=1))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from small import TRANSFORMER
 
 import emoe.recipes
 from emoe.config import ConfigError
@@ -20,9 +21,6 @@ from emoe.rng import Rng
 from emoe.runs.sampling import draw
 
 RECIPES = all_recipes()
-TRANSFORMER: dict[str, object] = {
-    "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
-}  # fmt: skip
 NETWORKS: dict[str, dict[str, object]] = {
     "transformer": TRANSFORMER,
     "unet": {"backbone.channels": 8, "backbone.hidden": 16, "backbone.time_size": 8, "backbone.time_hidden": 16},

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import TRAIN, Server, logged, outcome, until_step
+from small import TOY, trained
 
 from emoe.config import ConfigError
 from emoe.engine.signals import StopSignal
@@ -26,38 +27,32 @@ from emoe.overrides import override
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
-from emoe.runs.train import load_run, train
+from emoe.runs.train import load_run
 
 STEPS = 90
-SMALL: dict[str, object] = {
-    "domain.points": 300, "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
-    "train.batch": 8, "train.ema": 0.9, "train.log_every": 1, "eval.nfe": [1, 2], "eval.samples": 50,
-}  # fmt: skip
+SMALL = TOY | {"train.ema": 0.9, "eval.nfe": [1, 2], "eval.samples": 50}
 
 
-class Trainings:
+class Trainings(Server):
     """Trainings as processes of their own, which can be killed."""
 
-    def __init__(self, server: Server):
-        self.server = server
-
-    def start(
-        self, run: Path, *, method: str = "emoe", steps: int = STEPS, resume: bool = False,
-        fault: str = "", **settings: object,
+    def begin(
+        self, run: Path, *, method: str = "emoe", steps: int = STEPS, resume: bool = False, fault: str = "",
+        **settings: object,
     ) -> int:  # fmt: skip
         own = SMALL | {"train.steps": steps, "train.save_every": 11}
         own |= {name.replace("__", "."): value for name, value in settings.items()}
         arguments = {"recipe": f"toy-8modes-{method}", "folder": str(run), "settings": own, "resume": resume}
-        return self.server.start(TRAIN, arguments, EMOE_FAULT=fault)
+        return self.start(TRAIN, arguments, EMOE_FAULT=fault)
 
     def run(self, run: Path, **options: Any) -> int:
-        return self.server.wait(self.start(run, **options))
+        return self.wait(self.begin(run, **options))
 
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield Trainings(server)
+    with Trainings(tmp_path_factory.mktemp("server")) as trainings:
+        yield trainings
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +81,16 @@ def test_killed_at_random_steps(method: str, trainings: Trainings, whole: dict[s
     draw, run, at, kills = random.Random(f"kill {method}"), tmp_path / "run", 0, 0
     while at < STEPS:
         at += draw.randint(1, STEPS // 3)
-        pid = trainings.start(run, resume=True, method=method)
+        pid = trainings.begin(run, resume=True, method=method)
         if at < STEPS:
             until_step(run, at)
             time.sleep(draw.random() * 0.01)
             os.kill(pid, signal.SIGKILL)
-            code = trainings.server.wait(pid)
+            code = trainings.wait(pid)
             assert code in (-signal.SIGKILL, 0)  # a slow test may find that it is through already
             kills += code != 0
         else:
-            assert trainings.server.wait(pid) == 0, trainings.server.text(pid)
+            assert trainings.wait(pid) == 0, trainings.text(pid)
     assert kills >= 2
     assert_same(run, whole[method])
 
@@ -114,10 +109,10 @@ def test_stopped_by_a_signal(
     number: signal.Signals, trainings: Trainings, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    pid = trainings.start(run)
+    pid = trainings.begin(run)
     until_step(run, 15)
     os.kill(pid, number)
-    assert trainings.server.wait(pid) == 128 + number and "Traceback" not in trainings.server.text(pid)
+    assert trainings.wait(pid) == 128 + number and "Traceback" not in trainings.text(pid)
     stop = logged(run)[-1]["step"]
     assert 15 <= stop < STEPS and steps_saved(run)[-1] == stop
     assert outcome(run)["metrics.jsonl"] == b"".join(outcome(whole["emoe"])["metrics.jsonl"].splitlines(True)[:stop])
@@ -128,34 +123,33 @@ def test_stopped_by_a_signal(
 def test_stopped_before_the_first_step(trainings: Trainings, whole: dict[str, Path], tmp_path: Path) -> None:
     run, stop = tmp_path / "run", StopSignal()
     stop.ask()
-    settings = SMALL | {"train.steps": STEPS}
-    result = train("toy-8modes-emoe", run, settings=settings, device="cpu", callbacks=[], stop=stop).result
+    result = trained("toy-8modes-emoe", run, SMALL | {"train.steps": STEPS}, stop=stop).result
     assert result is not None and (result.step, result.signal) == (0, signal.SIGTERM) and steps_saved(run) == [0]
     assert trainings.run(run, resume=True) == 0
     assert_same(run, whole["emoe"])
 
 
 def test_one_trainer_for_each_folder(trainings: Trainings, tmp_path: Path) -> None:
-    run, server = tmp_path / "run", trainings.server
-    first = trainings.start(run, steps=100_000)
+    run = tmp_path / "run"
+    first = trainings.begin(run, steps=100_000)
     until_step(run, 1)
     before = (run / "experiment.json").read_bytes()
     for options in ({"resume": True, "seed": 7, "steps": 50}, {"steps": 50}):
-        pid = trainings.start(run, **options)  # type: ignore[arg-type]
-        assert server.wait(pid) == 2 and f"in use by process {first}" in server.text(pid)
+        pid = trainings.begin(run, **options)  # type: ignore[arg-type]
+        assert trainings.wait(pid) == 2 and f"in use by process {first}" in trainings.text(pid)
     assert (run / "experiment.json").read_bytes() == before
     os.kill(first, signal.SIGKILL)
-    assert server.wait(first) == -signal.SIGKILL
+    assert trainings.wait(first) == -signal.SIGKILL
     last = logged(run)[-1]["step"]
-    third = trainings.start(run, resume=True, steps=100_000)  # nothing of the dead process stands in the way
+    third = trainings.begin(run, resume=True, steps=100_000)  # nothing of the dead process stands in the way
     until_step(run, last + 1)
     os.kill(third, signal.SIGTERM)
-    assert server.wait(third) == 143
+    assert trainings.wait(third) == 143
 
 
 def fit(run: Path, *, resume: bool = True, **more: object) -> Run:
     settings = SMALL | {"train.steps": 12, "train.save_every": 1, "train.keep": 20} | more
-    return train("toy-8modes-emoe", run, settings=settings, resume=resume, device="cpu", callbacks=[])
+    return trained("toy-8modes-emoe", run, settings, resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +249,7 @@ def test_data_that_have_moved_are_compared_by_their_rows(tmp_path: Path) -> None
 
     def go(run: str, **settings: object) -> Run:
         own = network | {"train.steps": 6, "train.save_every": 3} | settings
-        return train("rows-mdlm", tmp_path / run, settings=own, device="cpu", callbacks=[], resume=True)
+        return trained("rows-mdlm", tmp_path / run, own, resume=True)
 
     whole = go("run", **{"domain.path": str(tmp_path / "a.npy")})
     assert whole.experiment.name.startswith("rows-mdlm backbone") and "domain" not in whole.experiment.name

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small import TOY, trained
 
 import emoe
 from emoe.config import ConfigError
@@ -22,19 +23,13 @@ from emoe.runs.run import Run
 from emoe.runs.sampling import draw
 from emoe.runs.train import load_run, pick_device, train
 
-SMALL: dict[str, object] = {
-    "backbone.width": 8, "backbone.hidden": 16, "backbone.heads": 2, "backbone.time_size": 8,
-    "train.batch": 8, "train.steps": 4, "train.ema": 0.9,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """E-MoE on points of the plane, whose sampler and batch are not the usual ones."""
-    settings = SMALL | {"domain.points": 200, "eval.batch": 7, "eval.nfe": [2, 4]}
+    settings = TOY | {"train.steps": 4, "train.ema": 0.9, "eval.batch": 7, "eval.nfe": [2, 4]}
     settings |= {"eval.sampler.kind": "reveal-first", "eval.sampler.nucleus": 0.9}
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    return train("toy-8modes-emoe", folder, settings=settings, device="cpu", callbacks=[])
+    return trained("toy-8modes-emoe", tmp_path_factory.mktemp("runs") / "run", settings)
 
 
 def test_every_entrance_draws_the_same_rows(run: Run) -> None:
@@ -85,7 +80,7 @@ def test_opening_reads_no_state_of_the_optimiser(run: Run, tmp_path: Path) -> No
         path.unlink()
     assert torch.equal(load_run(tmp_path / "run", device="cpu").sample(5), run.sample(5))
     with pytest.raises(RuntimeError, match="lacks optim.safetensors"):
-        train(run.experiment, tmp_path / "run", device="cpu", callbacks=[], resume=True)
+        trained(run.experiment, tmp_path / "run", {}, resume=True)
 
 
 def test_numbers_of_a_run(run: Run) -> None:

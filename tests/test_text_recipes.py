@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import Settings, trained
 
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.dit import DiTConfig
@@ -22,7 +23,6 @@ from emoe.methods.emoe import EMoEConfig
 from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.runs.run import Run
-from emoe.runs.train import train
 from emoe.types import Likelihood, TokenSpace
 
 LM1B = TokenSpace(size=30_522, mask_id=103, length=128)
@@ -100,7 +100,7 @@ def test_the_guide_tells_the_sizes_of_the_networks() -> None:
 def test_a_recipe_without_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="sets/lm1b: does not exist; --domain.path takes a folder .*emoe data prepare"):
-        train("lm1b-emoe", "run", device="cpu", callbacks=[])
+        trained("lm1b-emoe", Path("run"), {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,14 +124,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     (root / "animals.txt").write_text("\n".join(lines) + "\n")
     config = PrepareConfig(length=16, split=(0.1, 0.1), jobs=1)
     prepare(root / "set", root / "vocab.txt", [root / "animals.txt"], config=config)
-    settings: dict[str, object] = {"domain.path": str(root / "set"), "train.batch": 16, "eval.batch": 7}
-    return {
-        method: train(
-            f"text-tiny-{method}", root / method, device="cpu", callbacks=[],
-            settings=settings | {"train.steps": 150 if method == "mdlm" else 1},
-        )
-        for method in METHODS
-    }  # fmt: skip
+    settings: Settings = {"domain.path": str(root / "set"), "train.batch": 16, "eval.batch": 7}
+    steps = {method: {"train.steps": 150 if method == "mdlm" else 1} for method in METHODS}
+    return {method: trained(f"text-tiny-{method}", root / method, settings | steps[method]) for method in METHODS}
 
 
 def test_a_trained_model_knows_what_is_missing(runs: dict[str, Run]) -> None:
