@@ -276,30 +276,32 @@ def test_beginnings_of_rows() -> None:
 def test_kept_tokens_stay_and_all_others_are_drawn(digits: Run) -> None:
     save("a.png", first := glyph())
     save("b.png", second := np.pad(np.ones((6, 6), np.uint8), 1), ink="light")
-    found = complete(digits, ["a.png", "b.png"], 5, 3, keep="left-half", ink="auto")
-    assert isinstance(found, Completion) and found.nfe == 3
-    assert found.samples.shape == (2, 5, 64) and found.pool.shape == (10, 64)
-    assert torch.equal(found.pool[5:], found.samples[1]) and int(found.samples.max()) == 1
-    assert np.array_equal(found.rows.numpy().reshape(2, 8, 8)[0], first)
-    images = found.samples.numpy().reshape(2, 5, 8, 8)
+    completion = complete(digits, ["a.png", "b.png"], 5, 3, keep="left-half", ink="auto")
+    assert isinstance(completion, Completion) and completion.nfe == 3
+    assert completion.samples.shape == (2, 5, 64) and completion.pool.shape == (10, 64)
+    assert torch.equal(completion.pool[5:], completion.samples[1]) and int(completion.samples.max()) == 1
+    assert np.array_equal(completion.rows.numpy().reshape(2, 8, 8)[0], first)
+    images = completion.samples.numpy().reshape(2, 5, 8, 8)
     assert (images[0, :, :, :4] == first[:, :4]).all() and (images[1, :, :, :4] == second[:, :4]).all()
-    assert np.array_equal(found.kept.numpy().reshape(2, 8, 8)[1], np.arange(8) < 4 + np.zeros((8, 1)))
+    assert np.array_equal(completion.kept.numpy().reshape(2, 8, 8)[1], np.arange(8) < 4 + np.zeros((8, 1)))
     assert len(np.unique(images[0].reshape(5, -1), axis=0)) == 5  # draws differ, across batches of 7 too
     again = digits.complete(["a.png", "b.png"], 5, 3, keep="left-half")
-    assert torch.equal(again.samples, found.samples) and len(again.texts) == 2 and len(again.texts[0]) == 5
-    assert not torch.equal(digits.complete(["a.png", "b.png"], 5, 3, seed=1, keep="left-half").samples, found.samples)
-    found.picture("x.png")
+    assert torch.equal(again.samples, completion.samples) and len(again.texts) == 2 and len(again.texts[0]) == 5
+    assert not torch.equal(
+        digits.complete(["a.png", "b.png"], 5, 3, seed=1, keep="left-half").samples, completion.samples
+    )
+    completion.picture("x.png")
     picture = np.asarray(Image.open("x.png").convert("L"))
     assert picture.shape[1] > 2 * picture.shape[0] and len(np.unique(picture)) > 3  # paper, mask, margin, ink
 
 
 def test_rows_of_points_are_completed(toy: Run) -> None:
-    found = toy.complete(["12,?", "?,7"], 3)
-    assert found.nfe == toy.default_nfe == 1
-    assert (found.samples[0, :, 0] == 12).all() and (found.samples[1, :, 1] == 7).all()
-    assert found.texts[1][2].split()[1] == "7"
-    assert torch.equal(found.pool, toy.sample(6, 1, given=found.given.repeat_interleave(3, 0)))
-    found.picture("x.png")
+    completion = toy.complete(["12,?", "?,7"], 3)
+    assert completion.nfe == toy.default_nfe == 1
+    assert (completion.samples[0, :, 0] == 12).all() and (completion.samples[1, :, 1] == 7).all()
+    assert completion.texts[1][2].split()[1] == "7"
+    assert torch.equal(completion.pool, toy.sample(6, 1, given=completion.given.repeat_interleave(3, 0)))
+    completion.picture("x.png")
     assert Path("x.png").stat().st_size > 1000
 
 

@@ -79,11 +79,11 @@ def test_every_field_has_words_and_every_path_is_a_field() -> None:
     tree = to_dict(get_recipe("toy-8modes-emoe"))
     for path, _, field, value in paths(get_recipe("toy-8modes-emoe")):
         assert field.metadata["doc"], path
-        found: Any = tree
+        node: Any = tree
         for part in path.split("."):
-            found = found[part]
+            node = node[part]
         assert value == (
-            found["kind"] if isinstance(found, dict) else tuple(found) if isinstance(found, list) else found
+            node["kind"] if isinstance(node, dict) else tuple(node) if isinstance(node, list) else node
         )
 
 
@@ -130,15 +130,15 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("path", "value", "line"), REFUSED)
 def test_refused(path: str, value: Any, line: str) -> None:
-    found = problems(from_dict, Experiment, changed(path, value))
-    assert len(found) == 1 and found[0].startswith(line) and len(found[0]) < 200
+    lines = problems(from_dict, Experiment, changed(path, value))
+    assert len(lines) == 1 and lines[0].startswith(line) and len(lines[0]) < 200
 
 
 def test_all_problems_are_reported_at_once() -> None:
     tree = changed("train.steps", "many")
     tree["optim"]["lr"], tree["method"]["topk"] = -1, 2
-    found = problems(from_dict, Experiment, tree)
-    assert [line.split(":")[0] for line in found] == ["method.topk", "optim.lr", "train.steps"]
+    lines = problems(from_dict, Experiment, tree)
+    assert [line.split(":")[0] for line in lines] == ["method.topk", "optim.lr", "train.steps"]
 
 
 def test_a_config_checks_its_ranges_when_it_is_made_in_python() -> None:
@@ -177,8 +177,8 @@ def test_switching_a_family_resets_its_fields() -> None:
     assert override(experiment, {"method.latent": "3", "method.kind": "vadd"}).method == VADDConfig(latent=3)
     assert problems(override, experiment, {"method.top-k": "2"})[0].startswith("method.top-k: no such field; ")
     tree = changed("method.kind", "vadd")
-    found = [line.split(":")[0] for line in problems(from_dict, Experiment, tree)]
-    assert {"method.experts", "method.top_k", "method.relax_tau"} <= set(found)
+    lines = [line.split(":")[0] for line in problems(from_dict, Experiment, tree)]
+    assert {"method.experts", "method.top_k", "method.relax_tau"} <= set(lines)
 
 
 def test_families_of_a_user_are_found_by_kind(families: None) -> None:
@@ -196,9 +196,9 @@ def test_families_of_a_user_are_found_by_kind(families: None) -> None:
         heights: tuple[float, ...] = (1.0,)
 
     base = get_recipe("toy-8modes-emoe")
-    mine = override(base, {"method": "my-method", "method.strength": "2", "backbone": "my-backbone"})
-    assert (mine.method, mine.backbone) == (MyMethodConfig(strength=2.0), MyBackboneConfig())
-    assert from_dict(Experiment, json.loads(json.dumps(to_dict(mine)))) == mine
+    own = override(base, {"method": "my-method", "method.strength": "2", "backbone": "my-backbone"})
+    assert (own.method, own.backbone) == (MyMethodConfig(strength=2.0), MyBackboneConfig())
+    assert from_dict(Experiment, json.loads(json.dumps(to_dict(own)))) == own
     assert override(base, {"method.relax-tau": "steps"}).method == dataclasses.replace(
         base.method,
         relax_tau=MyRamp(),  # type: ignore[call-arg]
@@ -291,10 +291,10 @@ TEXTS: list[tuple[dict[str, str], str, Any]] = [
 
 @pytest.mark.parametrize(("settings", "path", "expected"), TEXTS)
 def test_text_of_a_command_line(settings: dict[str, str], path: str, expected: Any) -> None:
-    found: Any = to_dict(override(get_recipe("toy-8modes-emoe"), settings))
+    node: Any = to_dict(override(get_recipe("toy-8modes-emoe"), settings))
     for part in path.split("."):
-        found = found[part]
-    assert found == expected and type(found) is type(expected)
+        node = node[part]
+    assert node == expected and type(node) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -322,8 +322,8 @@ def test_text_of_a_command_line(settings: dict[str, str], path: str, expected: A
     ],
 )
 def test_text_that_is_refused(settings: dict[str, str], line: str) -> None:
-    found = problems(override, get_recipe("toy-8modes-emoe"), settings)
-    assert found[0].startswith(line), found
+    lines = problems(override, get_recipe("toy-8modes-emoe"), settings)
+    assert lines[0].startswith(line), lines
 
 
 def test_suggestions() -> None:
@@ -344,11 +344,11 @@ JUNK: list[Any] = [
 
 def spots(tree: Any) -> list[tuple[dict[Any, Any], Any]]:
     """Every (dictionary, key) inside a tree."""
-    found = []
+    pairs = []
     if isinstance(tree, dict):
         for key, value in tree.items():
-            found += [(tree, key), *spots(value)]
-    return found
+            pairs += [(tree, key), *spots(value)]
+    return pairs
 
 
 def mutate(tree: dict[str, Any], draw: random.Random) -> None:

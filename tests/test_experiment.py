@@ -129,10 +129,10 @@ def test_a_run_of_the_first_schema_goes_on_with_the_same_weights(tmp_path: Path)
     shutil.rmtree(last)
     experiment = Experiment.load(run / "experiment.json")
     assert trained(experiment, run, {}, resume=True).step == 4
-    found = checkpoint.load(last).tensors
+    actual = checkpoint.load(last).tensors
     for group in ("model", "ema"):
-        assert found.get(group, {}).keys() == expected.get(group, {}).keys()
+        assert actual.get(group, {}).keys() == expected.get(group, {}).keys()
         for name, value in expected.get(group, {}).items():
-            assert (found[group][name] - value).abs().max() <= 1e-6, name
+            assert (actual[group][name] - value).abs().max() <= 1e-6, name
     assert json.loads((run / "experiment.json").read_text())["schema"] == SCHEMA
     assert differences(load_run(run, device="cpu").experiment, experiment) == {}

@@ -155,8 +155,8 @@ def test_it_trains_and_resumes(run: Run, settings: Settings, tmp_path: Path) -> 
 
 def test_it_samples_and_completes(run: Run) -> None:
     assert run.sample(9, 2).shape == (9, 3)
-    found = run.complete("0,?,1", 5)
-    assert (found.pool[:, [0, 2]] == torch.tensor([0, 1])).all()
+    completion = run.complete("0,?,1", 5)
+    assert (completion.pool[:, [0, 2]] == torch.tensor([0, 1])).all()
     xt = torch.full((1, 3), run.method.space.mask_id)
     greedy = [run.log_probs(xt, routes="greedy", seed=seed) for seed in range(4)]
     drawn = [run.log_probs(xt, seed=seed) for seed in range(8)]

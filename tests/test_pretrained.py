@@ -106,18 +106,18 @@ def log_probabilities(run: Run) -> Tensor:
 def test_a_release_is_the_run_up_to_rounding(digits: Run, rows: Run, precision: Any, tmp_path: Path) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     for run in (digits, rows):
-        made = release(run.path, tmp_path / "out", precision=precision)
-        opened = from_pretrained(made.path)
+        written = release(run.path, tmp_path / "out", precision=precision)
+        opened = from_pretrained(written.path)
         largest = {}
         for name, weight in run.method.state_dict().items():
             got = opened.method.state_dict()[name]
             assert got.dtype == torch.float32 and torch.equal(got, weight.to(dtype).float()), name
             assert ((got - weight).abs() <= ROUNDING[precision] * weight.abs() + 2.0**-25).all(), name
             largest[name] = (got - weight).abs().max().item()
-        assert made.rounding == max(largest.values()) > 0 and largest[made.tensor] == made.rounding
-        assert made.parameters == sum(weight.numel() for weight in run.method.state_dict().values())
-        assert (made.path / "model.safetensors").stat().st_size < made.size
-        assert 2 * made.parameters < made.size < 2 * made.parameters + 30_000
+        assert written.rounding == max(largest.values()) > 0 and largest[written.tensor] == written.rounding
+        assert written.parameters == sum(weight.numel() for weight in run.method.state_dict().values())
+        assert (written.path / "model.safetensors").stat().st_size < written.size
+        assert 2 * written.parameters < written.size < 2 * written.parameters + 30_000
     # MDLM draws no latent, so its probabilities are as close as its weights are.
     off = (log_probabilities(opened).exp() - log_probabilities(rows).exp()).abs().max()
     assert 0 < off < 20 * ROUNDING[precision]

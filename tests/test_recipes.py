@@ -95,11 +95,11 @@ def test_earlier_names_still_work(old: str, name: str) -> None:
 @pytest.fixture
 def own_recipes() -> Iterator[None]:
     """Recipes as they were before the test, whatever it registers."""
-    kept = dict(emoe.recipes._RECIPES), dict(emoe.recipes._ALIASES)
+    before = dict(emoe.recipes._RECIPES), dict(emoe.recipes._ALIASES)
     yield
-    for registry, before in zip((emoe.recipes._RECIPES, emoe.recipes._ALIASES), kept, strict=True):
+    for registry, entries in zip((emoe.recipes._RECIPES, emoe.recipes._ALIASES), before, strict=True):
         registry.clear()
-        registry.update(before)
+        registry.update(entries)
 
 
 def test_a_name_is_given_once_and_a_definition_may_be_repeated(own_recipes: None) -> None:
@@ -114,10 +114,10 @@ def test_a_name_is_given_once_and_a_definition_may_be_repeated(own_recipes: None
     define(1)
     assert define(2)() == get_recipe("my-emoe") and get_recipe("my-emoe").seed == 2  # a cell of a notebook, run again
     assert all_recipes()["my-emoe"].doc == "Mine, in one line."
-    for name, place in {"my-emoe": f"{__name__}.test_a_name_is", "toy-8modes-emoe": "emoe.recipes.toy"}.items():
+    for name, home in {"my-emoe": f"{__name__}.test_a_name_is", "toy-8modes-emoe": "emoe.recipes.toy"}.items():
         experiment = override(get_recipe("toy-8modes-emoe"), {"name": name})
-        with pytest.raises(ConfigError, match=f"recipe: '{name}' is both in {place}.* and in another.place; choose"):
-            register("another.place", [("The same name.", experiment)])
+        with pytest.raises(ConfigError, match=f"recipe: '{name}' is both in {home}.* and in another.module; choose"):
+            register("another.module", [("The same name.", experiment)])
     alias("my-emoe", "toy-8modes-mdlm")  # a recipe comes before an earlier name
     assert get_recipe("my-emoe").seed == 2
     with pytest.raises(ConfigError, match="recipe: 'toy-8mode-emoe' is not known; did you mean 'toy-8modes-emoe'"):

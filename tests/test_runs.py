@@ -34,7 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_every_entrance_draws_the_same_rows(run: Run) -> None:
     sampler = SamplerConfig(kind="reveal-first", nucleus=0.9)
-    expected = draw(run.method, 20, 4, seed=3, batch=7, sampler=sampler)
+    expected = draw(run.method.train(), 20, 4, seed=3, batch=7, sampler=sampler)
+    assert run.method.training and not run.method.eval().training
     pool = run.pool(20, 4, seed=3)
     assert torch.equal(run.sample(20, 4, seed=3), expected.samples) and torch.equal(pool.samples, expected.samples)
     assert torch.equal(emoe.load_run(run.path, device="cpu").sample(20, 4, seed=3), expected.samples)

@@ -149,11 +149,11 @@ def test_holes_are_filled_and_words_stay(method: str, runs: dict[str, Run]) -> N
         with pytest.raises(ConfigError, match="nfe: .* needs one call per token"):
             run.sample(1, 3)
     text = "the old dog" if method == "ar" else "the {2} sees a [MASK]. [CLS]"
-    found = run.complete(text, 10, 16)
-    given, rows = found.given, found.samples[0]
-    assert given.shape == (1, 16) and rows.shape == (10, 16) and found.kept.sum() == (3 if method == "ar" else 5)
-    assert ((given == rows) | ~found.kept).all() and (rows != 4).all()  # no mask is left
-    assert len({tuple(row) for row in rows.tolist()}) > 1 and len(found.texts[0]) == 10
+    completion = run.complete(text, 10, 16)
+    given, rows = completion.given, completion.samples[0]
+    assert given.shape == (1, 16) and rows.shape == (10, 16) and completion.kept.sum() == (3 if method == "ar" else 5)
+    assert ((given == rows) | ~completion.kept).all() and (rows != 4).all()  # no mask is left
+    assert len({tuple(row) for row in rows.tolist()}) > 1 and len(completion.texts[0]) == 10
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ run = emoe.train("toy-8modes-emoe", Path("runs/a"), settings={"train.steps": 3, 
 run = emoe.load_run("runs/a", weights="ema", settings={"method.route_tau": 0})
 run = emoe.from_pretrained("mnist-emoe", device="cpu")
 rows = run.sample(10, 2, seed=3, given=[[1, -1]])
-found = run.complete(["12,?"], 5, nfe=2, keep="0")
+completion = run.complete(["12,?"], 5, nfe=2, keep="0")
 log = run.log_probs(rows, routes="greedy")
 nll = run.nll(likelihood="bound@4").value
 generator = emoe.Rng(3).stream("mask")
 reveal_type(run)
 reveal_type(nll)
-reveal_type(found.texts)
+reveal_type(completion.texts)
 emoe.train("toy-8modes-emoe")
 emoe.load_run("runs/a", weights="average")
 run.complete("12,?", ink="blue")
@@ -62,6 +62,6 @@ def test_a_users_script_is_checked_against_the_real_signatures(tmp_path: Path) -
     environment = os.environ | {"MYPYPATH": str(Path(emoe.__file__).parents[1])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if ": error: " in line or "Revealed type" in line]
-    found = {int(line.split(":")[1]): line for line in lines}
-    assert len(found) == len(lines) and found.keys() == EXPECTED.keys(), done.stdout + done.stderr
-    assert all(text in found[number] for number, text in EXPECTED.items()), done.stdout
+    messages = {int(line.split(":")[1]): line for line in lines}
+    assert len(messages) == len(lines) and messages.keys() == EXPECTED.keys(), done.stdout + done.stderr
+    assert all(text in messages[number] for number, text in EXPECTED.items()), done.stdout

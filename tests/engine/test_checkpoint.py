@@ -56,12 +56,12 @@ def save(root: Path, step: int, keep: int = 3, **options: Any) -> Path:
     return checkpoint.save(root, step, make_state(step), {"seed": step, "lr": 0.1}, keep, **options)
 
 
-def assert_state(found: checkpoint.Checkpoint | None, step: int) -> None:
-    assert found is not None and found.step == step and found.meta == {"seed": step, "lr": 0.1}
+def assert_state(saved: checkpoint.Checkpoint | None, step: int) -> None:
+    assert saved is not None and saved.step == step and saved.meta == {"seed": step, "lr": 0.1}
     wanted = make_state(step)
-    assert found.tensors.keys() == wanted.keys()
+    assert saved.tensors.keys() == wanted.keys()
     for group, tensors in wanted.items():  # equal bytes: dtypes, shapes, nan and -0 too
-        assert tensorfile.to_bytes(found.tensors[group]) == tensorfile.to_bytes(tensors), group
+        assert tensorfile.to_bytes(saved.tensors[group]) == tensorfile.to_bytes(tensors), group
 
 
 def steps(root: Path) -> list[int]:

@@ -100,10 +100,10 @@ def test_two_processes_equal_two_parts(kind: str, server: Server, tmp_path: Path
         arguments = [kind, str(tmp_path / name), settings | {"train.accumulate": accumulate}, False]
         pids = server.ranks(EXACT, [arguments] * ranks)
         assert wait(server, pids) == [0] * ranks, server.text(pids[0])
-    found, expected = (state(tmp_path / name) for name in cases)
-    assert found.keys() == expected.keys() and found["model/backbone.head.weight"].dtype == torch.float64
+    actual, expected = (state(tmp_path / name) for name in cases)
+    assert actual.keys() == expected.keys() and actual["model/backbone.head.weight"].dtype == torch.float64
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=f"{name}: {found[name]} {value}")
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12, msg=f"{name}: {actual[name]} {value}")
     for record, other in zip(*(logged(tmp_path / name) for name in cases), strict=True):
         assert record.keys() == other.keys()
         for name, value in other.items():
@@ -122,12 +122,12 @@ def test_what_only_one_rank_sees(server: Server, tmp_path: Path) -> None:
     for name, ranks, parts in (("processes", 2, 1), ("parts", 1, 2)):
         arguments = ["mdlm", str(tmp_path / name), settings | {"train.accumulate": parts}, True]
         assert wait(server, server.ranks(EXACT, [arguments] * ranks)) == [0] * ranks
-    found, expected = state(tmp_path / "processes"), state(tmp_path / "parts")
-    assert found.keys() == expected.keys()
-    assert found["optim/skipped"] == 1 and found["optim/extra/step"] == 3
-    assert torch.equal(found["model/idle"], torch.ones(3).double()) and (found["model/extra"] < 1).all()
+    actual, expected = state(tmp_path / "processes"), state(tmp_path / "parts")
+    assert actual.keys() == expected.keys()
+    assert actual["optim/skipped"] == 1 and actual["optim/extra/step"] == 3
+    assert torch.equal(actual["model/idle"], torch.ones(3).double()) and (actual["model/extra"] < 1).all()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +155,10 @@ def test_one_process_goes_on_where_two_were_stopped(server: Server, whole: Path,
     assert "cut into 2 parts (processes x train.accumulate), not 1" in server.text(pids[0])
     assert wait(server, begin(server, run, resume=True, train__accumulate=2)) == [2, 6]
     assert wait(server, begin(server, run, ranks=1, resume=True, train__accumulate=2)) == [0]
-    found, expected = state(run), state(whole)
+    actual, expected = state(run), state(whole)
     for name, value in expected.items():
         if name.startswith(("model/", "ema/")):
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
