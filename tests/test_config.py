@@ -82,9 +82,7 @@ def test_every_field_has_words_and_every_path_is_a_field() -> None:
         node: Any = tree
         for part in path.split("."):
             node = node[part]
-        assert value == (
-            node["kind"] if isinstance(node, dict) else tuple(node) if isinstance(node, list) else node
-        )
+        assert value == (node["kind"] if isinstance(node, dict) else tuple(node) if isinstance(node, list) else node)
 
 
 RAMP: dict[str, object] = {"kind": "linear", "start": 1}

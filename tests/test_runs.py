@@ -19,6 +19,7 @@ from emoe.config import ConfigError
 from emoe.domains.text.data import TextConfig
 from emoe.engine import checkpoint
 from emoe.methods.base import SamplerConfig
+from emoe.runs.pretrained import release
 from emoe.runs.run import Run
 from emoe.runs.sampling import draw
 from emoe.runs.train import load_run, pick_device, train
@@ -80,6 +81,7 @@ def test_opening_reads_no_state_of_the_optimiser(run: Run, tmp_path: Path) -> No
     for path in (tmp_path / "run").glob("checkpoints/*/optim.safetensors"):
         path.unlink()
     assert torch.equal(load_run(tmp_path / "run", device="cpu").sample(5), run.sample(5))
+    assert release(tmp_path / "run", tmp_path / "out", name="x").parameters > 0
     with pytest.raises(RuntimeError, match="lacks optim.safetensors"):
         trained(run.experiment, tmp_path / "run", {}, resume=True)
 

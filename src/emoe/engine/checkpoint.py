@@ -28,6 +28,7 @@ from emoe.files import DAMAGED, StorageError
 __all__ = ["Checkpoint", "NewerSchemaError", "StorageError", "latest", "load", "load_latest", "save"]
 
 SCHEMA = 1
+WEIGHTS = ("model", "ema")  # groups that sampling needs
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-[0-9]{9,}")
 _GROUP = re.compile(r"[A-Za-z0-9_]+")
@@ -111,9 +112,9 @@ def save(
     return final
 
 
-def latest(root: Path) -> Path | None:
-    """The newest checkpoint with a sound manifest and files of the right sizes; their bytes are not read."""
-    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder)), None)
+def latest(root: Path, *, groups: Collection[str] | None = None) -> Path | None:
+    """The newest checkpoint with a sound manifest and files (of these groups) of the right sizes; none is read."""
+    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder, groups)), None)
 
 
 def load(path: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None) -> Checkpoint:
@@ -223,10 +224,10 @@ def _read_tensors(path: Path, entry: _File) -> dict[str, Tensor]:
         raise StorageError(path, str(error), DAMAGED) from error
 
 
-def _is_valid(folder: Path, *, thorough: bool = False) -> bool:
+def _is_valid(folder: Path, groups: Collection[str] | None = None, *, thorough: bool = False) -> bool:
     """Whether manifest and file sizes are right; `thorough` also reads and hashes every byte."""
     try:
-        _, _, files = _read_manifest(folder)
+        _, _, files = _read_manifest(folder, groups)
         for name in files if thorough else ():
             storage.read_verified(folder / name, files[name].sha256)
     except NewerSchemaError:

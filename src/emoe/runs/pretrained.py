@@ -214,7 +214,7 @@ def _check(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
     if not (source / "experiment.json").is_file():
         raise ConfigError([f"run: {source} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
     experiment = Experiment.load(source / "experiment.json")
-    newest = checkpoint.latest(source / "checkpoints")
+    newest = checkpoint.latest(source / "checkpoints", groups=checkpoint.WEIGHTS)
     if newest is None:
         raise ConfigError([f"run: {source} has no checkpoint yet; train it with: emoe train ... --resume"])
     _check_finished(source, checkpoint.load(newest, groups=()).step, experiment, unfinished)

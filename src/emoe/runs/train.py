@@ -216,7 +216,7 @@ def load_run(
         names = ", ".join(sorted(pretrained.released()))
         raise ConfigError([problem, *([f"run: nor is it a released model; there are: {names}"] if names else [])])
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
-    saved = checkpoint.load_latest(path / "checkpoints", groups=("model", "ema"))
+    saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
     if domain is None and "space" not in saved.meta:  # a run of an earlier version
