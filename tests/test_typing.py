@@ -32,7 +32,7 @@ emoe.train("toy-8modes-emoe")
 emoe.load_run("runs/a", weights="average")
 run.complete("12,?", ink="blue")
 run.sample(ten=10)
-emoe.trian
+emoe.no_such_name
 """
 # The heavy packages are not followed: what is tested are the signatures of this one.
 CONFIG = """
@@ -50,7 +50,7 @@ EXPECTED = {
     18: 'Argument "weights" to "load_run" has incompatible type',
     19: 'Argument "ink" to "complete" of "Run" has incompatible type',
     20: 'Unexpected keyword argument "ten" for "sample" of "Run"',
-    21: 'Module has no attribute "trian"',
+    21: 'Module has no attribute "no_such_name"',
 }
 
 
