@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +47,11 @@ class Domain(ABC):
     @abstractmethod
     def picture(self, pools: dict[str, Int[Tensor, "n L"]], path: Path, *, title: str = "") -> None:
         """Draw pools side by side (name -> samples), one panel each, into an image file."""
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash of the training rows; a run is resumed with equal rows only."""
+        return hashlib.sha256(self.rows.contiguous().numpy().data).hexdigest()
 
     def batches(
         self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1

@@ -155,7 +155,7 @@ class MNISTConfig(ImagesConfig, kind="mnist"):
     """
 
     variant: Variant = option("threshold", doc="threshold (ink = value over half) or static (drawn once, no labels)")
-    root: str | None = option(None, doc="folder with the data; none = EMOE_DATA, then ./data")
+    root: str | None = option(None, doc="folder with the data; none = EMOE_DATA, then ./data", neutral=True)
     side: int = option(OUTER, doc="pixels along an edge: 28, or 32 with an empty margin of 2", low=INNER, high=OUTER)
     points: int | None = option(None, doc="only the first so many training rows; none = all", low=2)
 

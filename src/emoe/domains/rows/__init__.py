@@ -27,8 +27,8 @@ ROWS_DRAWN = 64  # rows of a pool in a heat map
 class RowsConfig(DomainConfig, kind="rows"):
     """A file with one row of symbols 0..V-2 per example, all of the same length; the mask is added as V-1."""
 
-    path: str = option(doc="file of rows: .npy, .npz or .csv")
-    key: str | None = option(None, doc="name of the array inside an .npz file that holds several")
+    path: str = option(doc="file of rows: .npy, .npz or .csv", neutral=True)
+    key: str | None = option(None, doc="name of the array inside an .npz file that holds several", neutral=True)
     held_out: float = option(0.1, doc="share of rows kept for evaluation (at least one)", above=0, high=0.9)
 
     def conflicts(self) -> Iterator[str]:

@@ -56,7 +56,7 @@ class TextConfig(DomainConfig, kind="text"):
 
     has_words: ClassVar[bool] = True
 
-    path: str = option(doc="folder of a set that emoe data prepare wrote")
+    path: str = option(doc="folder of a set that emoe data prepare wrote", neutral=True)
     held_out: HeldOut = option("auto", doc="rows to evaluate with: valid, test, or auto: test where there is one")
     verify: bool = option(True, doc="compare the files with their checksums when they are opened")
 
@@ -121,6 +121,8 @@ class Text(Domain):
         self.rows, self.test_rows = (open_rows(folder, self.manifest, one, config.verify) for one in ("train", held))
         self.held_out, self.fresh_rows = held, len(self.test_rows)
         self._folder = folder
+        if config.verify:
+            self.sha256 = splits["train"]["sha256"]  # the file was hashed when it was opened
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
