@@ -22,7 +22,8 @@ class _Settings(NamedTuple):
 
     def apply(self) -> None:
         torch.set_float32_matmul_precision(self.matmul)
-        torch.use_deterministic_algorithms(self.deterministic)
+        if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # the call imports torch's compiler: 2 s
+            torch.use_deterministic_algorithms(self.deterministic)
         torch.backends.cudnn.benchmark = self.benchmark
 
 
