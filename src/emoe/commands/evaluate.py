@@ -66,13 +66,14 @@ def evaluate(
         emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500
         emoe eval runs/news --eval-lm models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it
     """
-    asked = None if likelihood is None else parse_likelihoods(likelihood)
+    asked = None if likelihood is None else parse_likelihoods(likelihood.split())
     from emoe.evaluation.measure import described
     from emoe.reporting.provenance import describe_machine
     from emoe.reporting.results import Results, RunInfo, record
     from emoe.runs.train import load_run
 
-    everything, likelihoods = Results(), dict[Likelihood, None]()
+    everything = Results()
+    likelihoods: dict[Likelihood, None] = {}
     for folder in runs:
         began = time.monotonic()
         with with_data_root(settings, data_root) as fields:
@@ -80,7 +81,7 @@ def evaluate(
         files = [path for path in (run.eval_file, results) if path is not None]
         for path in files:
             read_results(path)  # a file that cannot be merged into is refused before the work
-        names = run.method.likelihoods() if asked is None else asked
+        names = parse_likelihoods(run.method.likelihoods()) if asked is None else asked
         likelihoods |= dict.fromkeys(names)
         # What can be refused is opened and computed before anything is drawn.
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
@@ -99,12 +100,12 @@ def evaluate(
     return 0
 
 
-def parse_likelihoods(text: str) -> list[Likelihood]:
-    """Names of likelihoods, separated by spaces (`iw@4,64` holds a comma), or `none`."""
+def parse_likelihoods(names: Sequence[str]) -> list[Likelihood]:
+    """Likelihoods by their names; `none` is none."""
     from emoe.types import Likelihood
 
     try:
-        return [Likelihood.parse(word) for word in text.split() if text != "none"]
+        return [Likelihood.parse(name) for name in names if name != "none"]
     except ValueError as error:
         raise ConfigError([f"likelihood: {error}"]) from None
 
