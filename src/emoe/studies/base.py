@@ -25,8 +25,9 @@ from emoe.engine import checkpoint
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.evaluate import evaluate, make_row, method_name
 from emoe.evaluation.pools import Pool
-from emoe.evaluation.results import Results, Row, RunInfo, describe_machine, record
 from emoe.experiment import Experiment
+from emoe.reporting.provenance import describe_machine
+from emoe.reporting.results import Results, Row, RunInfo, record
 from emoe.runs import Run, pick_device, train
 from emoe.types import Measurement
 

@@ -26,10 +26,10 @@ from emoe.commands import split_settings
 from emoe.config import ConfigError
 from emoe.console import Tick, meter
 from emoe.domains.ties import Ties, TiesConfig
-from emoe.evaluation.estimator_blocks import BASELINE, FAMILIES, STATES
-from emoe.evaluation.results import Results, Row
 from emoe.methods.emoe import EMoE, EMoEConfig
 from emoe.recipes import get_recipe
+from emoe.reporting.latent import BASELINE, FAMILIES, STATES
+from emoe.reporting.results import Results, Row
 from emoe.rng import Rng, derive_seed
 from emoe.studies.base import make_study
 from emoe.verify import claimed_gradients, enumerate_routes, flat_gradient, spread

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from emoe.cli import Parser
 from emoe.commands import split_settings
-from emoe.console import console_table
 from emoe.domains.toy.densities import HELD_OUT
 from emoe.evaluation.exact_toy import exact_rows
-from emoe.evaluation.grid import METHODS
-from emoe.evaluation.latent_blocks import held_out_lines, held_out_settings
-from emoe.evaluation.results import Results, Row
 from emoe.experiment import Experiment, customise
 from emoe.recipes import all_recipes, get_recipe
+from emoe.reporting.latent import held_out_tables
+from emoe.reporting.render import print_table
+from emoe.reporting.results import Results, Row
 from emoe.runs import Run
 from emoe.studies.base import make_study
 from emoe.studies.latent import (
@@ -86,16 +85,14 @@ def exact(run: Run) -> list[Row]:
 def _label(experiment: Experiment) -> str:
     """A run in the log: `E-MoE+, pinwheel`."""
     method = experiment.name.partition(" ")[0].removeprefix(RECIPE)
-    return f"{METHODS.get(method, method)}, {getattr(experiment.domain, 'density', '')}"
+    return f"{Results().label(method)}, {getattr(experiment.domain, 'density', '')}"
 
 
 def show(results: Results) -> None:
     """Print the table, and in how many densities a plus recipe is better."""
-    tables = held_out_settings(results)
+    tables = held_out_tables(results)
     if not tables:
         print("nothing is measured yet")
-    for label, part in tables.items():
-        header, lines, said = held_out_lines(part)
-        console_table(header, lines, title=f"Held-out densities, {label}" if label else "Held-out densities")
-        for sentence in said:
-            print(sentence)
+    for table in tables:
+        print_table(table)
+        print(table.note)

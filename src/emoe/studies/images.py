@@ -23,43 +23,34 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
-from emoe.console import Tick, console_table, count_calls, meter
+from emoe.console import Tick, count_calls, meter
 from emoe.domains.base import DomainConfig
 from emoe.domains.images import Images, as_images, pack_rows, unpack_rows
 from emoe.domains.images.film import Recorder, write_film
 from emoe.domains.images.judge import judge_for
 from emoe.domains.images.pictures import mosaic
 from emoe.evaluation.evaluate import make_row, method_name
-from emoe.evaluation.grid import METHODS, measure
-from emoe.evaluation.image_blocks import (
-    REACHED,
-    SHOWN,
-    TASKS,
-    bpd_lines,
-    data_of,
-    image_tables,
-    mean_of,
-    models,
-    nfe_grid,
-    real_data,
-    reference_name,
-)
-from emoe.evaluation.latent_blocks import words_of
 from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units, passes
 from emoe.evaluation.pools import draw_pool
-from emoe.evaluation.results import Results, Row
-from emoe.evaluation.tables import print_grid
 from emoe.experiment import Experiment, customise
 from emoe.files import replace_file
 from emoe.methods.emoe import EMoE
 from emoe.pretrained import experiment_of, from_pretrained, released
 from emoe.recipes import all_recipes, get_recipe
+from emoe.reporting.cells import Number, measure
+from emoe.reporting.images import bpd_tables, data_of, image_page, nfe_tables, real_data
+from emoe.reporting.recipes import parse, reference_name
+from emoe.reporting.render import print_table
+from emoe.reporting.results import Results, Row, method_rank
+from emoe.reporting.table import models, steps_of
 from emoe.rng import Rng, derive_seed
 from emoe.runs import Run, load_run, pick_device
 from emoe.studies.base import Study, make_study, run_name, steps_done
 from emoe.studies.latent import parse_deadline, parse_jobs, parse_names, parse_seeds, refuse_fields
 from emoe.types import Convention, Measurement
 
+TASKS = ("mnist", "digits")
+REACHED = "reached"  # in a recipe's name: the step of a run that was measured before its end
 DEFAULT_METHODS = "mdlm,vadd,emoe,emoe-plus"
 BOUNDS = ("bound@1", "bound@4", "bound@16", "bound@64")
 WEIGHTED = ("iw@1,64", "iw@4,64")
@@ -177,8 +168,7 @@ def _all_methods(data: str, seed: int, settings: Mapping[str, str]) -> list[Expe
             found.append(_experiment(data, name, seed, settings))
         except ConfigError:
             continue
-    order = list(METHODS)
-    return sorted(found, key=lambda one: order.index(method_name(one)) if method_name(one) in order else len(order))
+    return sorted(found, key=lambda one: method_rank(method_name(one)))
 
 
 def _without_places(words: Sequence[str]) -> list[str]:
@@ -377,7 +367,7 @@ class Chain:
                 continue
             domain = self._domain(experiment)
             count = min(self.plan.samples or experiment.eval.samples, len(domain.rows))
-            same = dict(recipe=reference_name(experiment.name), data=domain.name, metric="pixel_tv")
+            same = dict(recipe=reference_name(parse(experiment.name).changes), data=domain.name, metric="pixel_tv")
             if any((row.n or 0) >= count for row in known.select(method="data", **same)):
                 continue
             if self._is_late():
@@ -393,7 +383,7 @@ class Chain:
             self.study.note("nothing is measured yet")
             return
         written, results = [], Results.load(self.study.results)
-        text, page = image_tables(results, data), folder / f"{data}.md"
+        text, page = image_page(results, data), folder / f"{data}.md"
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             replace_file(page, text)
             written.append(page)
@@ -543,8 +533,8 @@ def _label(experiment: Experiment) -> str:
 
 def _title(experiment: Experiment) -> str:
     """A run in a figure; with its step where it is not at its end."""
-    name = METHODS.get(method_name(experiment), method_name(experiment))
-    reached = words_of(experiment.name)[1].get(REACHED)
+    name = Results().label(method_name(experiment))
+    reached = parse(experiment.name).changes.get(REACHED)
     return name if reached is None else f"{name}\nstep {int(reached):,}"
 
 
@@ -565,7 +555,7 @@ def real_rows(domain: Images, experiment: Experiment, count: int) -> list[Row]:
     order = torch.randperm(len(domain.rows), generator=torch.Generator().manual_seed(derive_seed("real images")))
     beside = {item.metric: item for item in domain.measure(domain.rows[order[:count]].long())}
     alone = domain.measure(domain.test_rows.long())
-    named = dataclasses.replace(experiment, name=reference_name(experiment.name))
+    named = dataclasses.replace(experiment, name=reference_name(parse(experiment.name).changes))
     rows = [
         make_row(beside[item.metric] if item.metric in COMPARING else item, domain, named, nfe=None, method="data")
         for item in alone
@@ -576,14 +566,10 @@ def real_rows(domain: Images, experiment: Experiment, count: int) -> list[Row]:
 def show(path: Path, data: str) -> None:
     """Print the tables."""
     results = _known(path).only(task=data)
-    for name in data_of(results):
-        header, lines = bpd_lines(results, name)
-        plain = [[text.replace("*", "") for text in line] for line in lines]
-        console_table(header, plain, title="Bits per dimension")
-        for metric in SHOWN:
-            grid = nfe_grid(results, name, metric)
-            if grid.lines:
-                print_grid(grid)
+    for table in bpd_tables(results):
+        print_table(dataclasses.replace(table, title="Bits per dimension"))
+    for table in nfe_tables(results):
+        print_table(table)
 
 
 def samples_figure(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
@@ -619,21 +605,22 @@ def curves(results: Results, data: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     results = results.only(task=data)
-    names = data_of(results)
-    groups = models(results, names[0]) if names else {}
-    steps = sorted({row.nfe for rows in groups.values() for row in rows if row.nfe is not None})
+    part = results.only(data=data_of(results)[:1])
+    lines = models(part)
+    steps = steps_of(lines)
     picture = Figure(figsize=(3.3 * len(CURVES), 3.2), layout="constrained")
     FigureCanvasAgg(picture)
     panels = picture.subplots(1, len(CURVES), squeeze=False)[0]
     for panel, metric in zip(panels, CURVES, strict=True):
-        for number, (model, rows) in enumerate(groups.items()):
-            means = [(nfe, mean) for nfe in steps if (mean := mean_of(rows, metric, nfe=nfe)) is not None]
+        number = Number(metric, measured=True)
+        for line in lines:
+            means = [(nfe, mean) for nfe in steps if (mean := number.at(nfe=nfe).mean(line)) is not None]
             panel.errorbar(
                 [nfe for nfe, _ in means], [mean.mean for _, mean in means],
                 yerr=[mean.stderr or 0.0 for _, mean in means], marker="o", markersize=4, linewidth=1.2, capsize=2,
-                label=model.label, color=f"C{number}",
+                label=line.label, color=results.colour(line.method),
             )  # fmt: skip
-        real = mean_of(real_data(results, names[0]), metric) if names else None
+        real = number.mean(real_data(part))
         if real is not None:
             panel.axhline(real.mean, color="0.4", linestyle=":", label="real data")
         panel.set_xscale("log", base=2)

@@ -10,9 +10,9 @@ from emoe.cli import Parser
 from emoe.commands import split_settings
 from emoe.console import console_table
 from emoe.evaluation.evaluate import make_row
-from emoe.evaluation.results import Row
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
+from emoe.reporting.results import Row
 from emoe.runs import Run
 from emoe.studies.base import make_study
 from emoe.types import Measurement

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from emoe.cli import Parser
 from emoe.commands import LARGEST_SEED, parse_number, parse_numbers
 from emoe.config import ConfigError
-from emoe.evaluation.results import Results
 from emoe.experiment import Experiment
+from emoe.reporting.results import Results
 from emoe.studies.base import Study, run_name, steps_done
 from emoe.studies.sweep import parse_minutes
 

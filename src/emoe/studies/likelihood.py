@@ -17,13 +17,12 @@ from emoe.console import Tick, meter
 from emoe.domains.toy import Toy
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.exact_toy import law_work, laws
-from emoe.evaluation.grid import METHODS
 from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, passes
-from emoe.evaluation.results import Results, Row
 from emoe.exact import exact_nll
 from emoe.experiment import customise
 from emoe.methods.base import MaskedDiffusion
 from emoe.recipes import get_recipe
+from emoe.reporting.results import Results, Row, methods_of
 from emoe.rng import derive_seed
 from emoe.runs import Run
 from emoe.studies.base import make_study
@@ -125,7 +124,7 @@ def figure(results: Results, path: Path) -> None:
     def value(**filters: Any) -> float:
         return float(results.select(metric="nll", **filters)[0].value)
 
-    kinds = [kind for kind in METHODS if results.select(method=kind, metric="nll")]
+    kinds = methods_of(results.only(metric="nll").models.rows)
     picture = Figure(figsize=(3.3 * len(kinds), 3.0), layout="constrained")
     FigureCanvasAgg(picture)
     panels = picture.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
@@ -141,7 +140,7 @@ def figure(results: Results, path: Path) -> None:
         panel.axhline(value(method="data"), color="0.5", linewidth=1, label="the data's own law")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
-        panel.set(title=METHODS[kind], xlabel="steps T", xticks=STEPS, xticklabels=[str(t) for t in STEPS])
+        panel.set(title=results.label(kind), xlabel="steps T", xticks=STEPS, xticklabels=[str(t) for t in STEPS])
     panels[0].set(ylabel="nats per row", yticks=(2, 4, 8, 16, 32), yticklabels=("2", "4", "8", "16", "32"))
     picture.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False

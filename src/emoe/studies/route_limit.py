@@ -20,10 +20,10 @@ from emoe.console import console_table
 from emoe.domains.toy import Toy
 from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
 from emoe.evaluation.evaluate import make_row
-from emoe.evaluation.results import Row
 from emoe.exact import kl_data_model
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
+from emoe.reporting.results import Row
 from emoe.studies.base import make_study
 from emoe.studies.toy import DENSITIES
 from emoe.types import Measurement

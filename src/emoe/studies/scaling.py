@@ -12,26 +12,24 @@ from typing import Any, get_args
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
-from emoe.console import console_table
 from emoe.domains.ties import TieFamily, Ties, TiesConfig
 from emoe.evaluation.evaluate import evaluate_likelihood, make_row
-from emoe.evaluation.latent_blocks import (
-    VARIANTS,
-    Place,
-    as_words,
-    by_variant,
-    chances,
-    common_changes,
-    default_depth,
-    health_lines,
-    mean_of,
-    ordered_variants,
-    scaling_lines,
-    variant_of,
-)
-from emoe.evaluation.results import Results, Row
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
+from emoe.reporting.cells import Line, Number
+from emoe.reporting.render import print_table
+from emoe.reporting.results import Results, Row
+from emoe.reporting.ties import (
+    VARIANTS,
+    TieSetting,
+    by_variant,
+    default_depth,
+    health_tables,
+    ordered_variants,
+    scaling_tables,
+    setting_of,
+    variant_of,
+)
 from emoe.runs import Run
 from emoe.studies.base import make_study
 from emoe.studies.latent import (
@@ -92,17 +90,13 @@ def main(words: list[str]) -> int:
     code = complete(study, experiments, _label, "ties")
     recorded = study.add(reference_rows(experiments, Results.load(study.results)))
     results = recorded.only(recipe={"reference", *(one.name for one in experiments)})
-    header, lines = scaling_lines(results)
-    if not lines:
+    tables = scaling_tables(results)
+    if not tables:
         print("nothing is measured yet")
         return code
-    console_table(header, lines, title="Ties kept at NFE 1 (%), and coverage (%) in parentheses")
-    common = common_changes(results)
-    if common:
-        print(f"all with {as_words(common)}")
-    header, health = health_lines(results)
-    if health:
-        console_table(header, health, title="The latent at the largest L")
+    for table in tables + health_tables(results):
+        print_table(table)
+        print(table.note)
     written = [study.results]
     picture = folder / "figures" / "scaling.png"
     if figure(recorded.only(task="ties"), picture):  # all that is recorded, as in docs: a part of it may be run alone
@@ -233,7 +227,8 @@ def figure(results: Results, path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    groups, chance = by_variant(results), chances(results)
+    groups, ideal = by_variant(results), results.select(method="ideal", metric="ties", nfe=1)
+    chance = {setting_of(row.data): row.value for row in ideal}
     families = sorted({place.family for place, _ in groups})
     lengths = sorted({place.length for place, _ in groups})
     labels = ordered_variants(label for _, label in groups)
@@ -242,14 +237,17 @@ def figure(results: Results, path: Path) -> bool:
     panels = picture.subplots(1, len(families), sharey=True, squeeze=False)[0]
     for panel, family in zip(panels, families, strict=True):
         for number, label in enumerate(labels):
-            means = {length: mean_of(groups.get((Place(family, length), label), []), "ties", 1) for length in lengths}
+            rows = {length: groups.get((TieSetting(family, length), label), []) for length in lengths}
+            means = {length: Number("ties", {"nfe": 1}).mean(Line((), own)) for length, own in rows.items()}
             points = [(length, mean) for length, mean in means.items() if mean is not None]
             panel.errorbar(
                 [length for length, _ in points], [mean.mean for _, mean in points],
                 yerr=[mean.stderr or 0.0 for _, mean in points], marker="o", markersize=4, linewidth=1.2, capsize=2,
                 label=label, color=f"C{number}",
             )  # fmt: skip
-        levels = [(length, chance[Place(family, length)]) for length in lengths if Place(family, length) in chance]
+        levels = [
+            (length, chance[TieSetting(family, length)]) for length in lengths if TieSetting(family, length) in chance
+        ]
         panel.plot(*zip(*levels, strict=True), color="0.4", linestyle=":", label="chance")
         panel.set_xscale("log", base=2)
         panel.set(title=family, xlabel="length L", xticks=lengths, xticklabels=[str(length) for length in lengths])

@@ -23,12 +23,14 @@ from emoe.console import console_table
 from emoe.domains.toy import Toy
 from emoe.evaluation.evaluate import evaluate, evaluate_likelihood, make_row
 from emoe.evaluation.exact_toy import exact_rows
-from emoe.evaluation.grid import measure
-from emoe.evaluation.results import Row, describe_machine
-from emoe.evaluation.tables import markdown_table
 from emoe.experiment import Experiment, customise
 from emoe.files import replace_file
 from emoe.recipes import get_recipe
+from emoe.reporting.cells import measure
+from emoe.reporting.provenance import describe_machine
+from emoe.reporting.render import markdown_table
+from emoe.reporting.results import Row
+from emoe.reporting.table import Table
 from emoe.runs import Run
 from emoe.studies.base import Study, make_study, run_name, steps_done
 from emoe.types import Convention, Measurement
@@ -598,12 +600,12 @@ def markdown(
     title: str, header: Sequence[str], lines: Sequence[Sequence[str]], ranks: Sequence[Rank], command: str
 ) -> str:
     """The ranking as a page."""
-    body = markdown_table(header, lines, align="l" + "r" * (len(header) - 2) + "l")
+    body = markdown_table(Table(header, lines, align="l" + "r" * (len(header) - 2) + "l"))
     note = (
         f"Ranked by {ranks[0]} ({ranks[0].better} is better). Mean ± standard error over tasks and seeds; `minus base` "
         "is the mean difference to the base on the same task and seed, the number to judge a change by."
     )
-    return f"# {title}\n\n{body}\n{note}\n\n```bash\n{command}\n```\n"
+    return f"# {title}\n\n{body}\n\n{note}\n\n```bash\n{command}\n```\n"
 
 
 def draw(path: Path, ranking: Sequence[Standing], rank: Rank, title: str) -> bool:

@@ -29,34 +29,22 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, read_results, split_settings
 from emoe.config import ConfigError
-from emoe.console import console_table, count_calls, meter
+from emoe.console import count_calls, meter
 from emoe.domains.base import DataError
 from emoe.domains.text.data import HeldOut, Text, TextConfig, read_manifest, sets_at
 from emoe.domains.text.prepare import MANIFEST
 from emoe.evaluation.evaluate import fresh_count, make_row
 from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units, passes
 from emoe.evaluation.pools import draw_pool
-from emoe.evaluation.results import Results, Row
-from emoe.evaluation.text_blocks import (
-    SETTINGS,
-    TASK,
-    VARIANTS,
-    Variant,
-    data_of,
-    files_of,
-    gen_ppl_table,
-    in_setting,
-    judge_note,
-    likelihood_table,
-    text_rows,
-    text_tables,
-)
 from emoe.experiment import Experiment, customise
 from emoe.files import replace_file
 from emoe.judges import MAUVE_SEEDS, SCALING, RunJudge, score
 from emoe.methods.base import MaskedDiffusion
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.recipes import all_recipes, get_recipe
+from emoe.reporting.render import print_table
+from emoe.reporting.results import Results, Row
+from emoe.reporting.text import SETTINGS, TASK, VARIANTS, Variant, eval_lm_notes, in_setting, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.runs import Run, load_run, pick_device
 from emoe.studies.base import Study, make_study, run_name, steps_done
@@ -117,7 +105,7 @@ def main(words: list[str]) -> int:
     judge = judge_experiment(args.size, settings, judge_steps)
     where = pick_device(args.device)
     jobs = parse_jobs(args.jobs) or (1 if where.type == "cuda" else torch.get_num_threads())
-    folder, stem = Path(args.results), files_of(args.size)
+    folder, stem = Path(args.results), args.size if args.size == "text-tiny" else TASK
     study = make_study(
         "reproduce text", _without_places(words), folder=Path(args.runs or f"runs/{stem}"),
         results=folder / f"{stem}.json",
@@ -666,9 +654,9 @@ class Chain:
         if not self.study.results.exists():
             self.study.note("nothing is measured yet")
             return
-        results, written = text_rows(Results.load(self.study.results)), []
+        results, written = Results.load(self.study.results).only(task=TASK), []
         tables, beside = self.folder / f"{self.stem}.md", self.folder / f"{self.stem}-samples.md"
-        pages = {tables: text_tables(results)}
+        pages = {tables: text_page(results)}
         samples = samples_page(self._by_text(self._archives()), tables.name)
         if samples:
             pages[beside] = with_earlier(samples, beside.read_text(encoding="utf-8") if beside.exists() else "")
@@ -886,13 +874,11 @@ def _label(experiment: Experiment) -> str:
 
 def show(path: Path) -> None:
     """Print the main tables."""
-    results = text_rows(_known(path))
-    for data in data_of(results):
-        for (header, lines), title in (
-            (gen_ppl_table(results, data, SETTINGS[0]), "Generative perplexity, and entropy (H) of the samples"),
-            (likelihood_table(results, data), "Perplexity of test rows, and nats per token"),
-        ):
-            if lines:
-                console_table(header, [[text.replace("*", "") for text in line] for line in lines], title=title)
-        if told := judge_note(results, data):
-            print(told)
+    results = _known(path)
+    for table in text_tables("gen-ppl", results):
+        if f"Setting `{SETTINGS[0]}`" in table.note:
+            print_table(dataclasses.replace(table, title="Generative perplexity, and entropy (H) of the samples"))
+    for table in text_tables("likelihood", results):
+        print_table(dataclasses.replace(table, title="Perplexity of test rows, and nats per token"))
+    for sentence in eval_lm_notes(results):
+        print(sentence)

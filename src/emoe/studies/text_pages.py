@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 
 from emoe.domains.text.data import Text
-from emoe.evaluation.grid import METHODS, measure
-from emoe.evaluation.image_blocks import mean_of
-from emoe.evaluation.latent_blocks import as_words, words_of
-from emoe.evaluation.results import Results, Row
-from emoe.evaluation.text_blocks import (
-    SETTINGS,
-    VARIANTS,
-    blocks_of,
-    data_of,
-    in_setting,
-    models,
-    steps_of,
-    training_points,
-)
+from emoe.reporting.cells import Line, Number, measure
+from emoe.reporting.recipes import all_with, as_typed, common, parse
+from emoe.reporting.results import Results, Row, method_rank
+from emoe.reporting.table import models, steps_of
+from emoe.reporting.text import SETTINGS, VARIANTS, data_of, in_setting
 from emoe.studies.text_files import Archive, PoolKey
 
 SHOWN = 2  # samples of each method at each NFE
@@ -42,7 +34,8 @@ def samples_page(
     `tables` is the page that has their numbers.
     """
     parts = []
-    common = _common([archive for text, archives in groups if text is not None for archive in archives])
+    everything = [archive for text, archives in groups if text is not None for archive in archives]
+    shared = common(parse(archive.manifest["recipe"]).changes for archive in everything)
     for text, archives in groups:
         if text is None:
             continue
@@ -54,14 +47,14 @@ def samples_page(
                 for key in (PoolKey(nfe), *(PoolKey(nfe, name) for name in VARIANTS)):
                     if archive.rows(key):
                         shown = text.decode(archive.tokens(key)[:count])
-                        lines += [f"**{_title(archive, key, common)}**\n", *(f"- {escape(one)}" for one in shown), ""]
+                        lines += [f"**{_title(archive, key, shared)}**\n", *(f"- {escape(one)}" for one in shown), ""]
             parts.append("\n".join(lines))
     if not parts:
         return ""
     told = (
         f"# Samples\n\nThe first {count} of each pool, not chosen, by the moving average of the weights; special "
         f"tokens by their names. A low generative perplexity can hide repetition: read them beside `{tables}`."
-        f"{f' All with `{as_words(common)}`.' if common else ''}\n"
+        f"{all_with(shared)}\n"
     )
     return "\n".join([told, *parts])
 
@@ -98,22 +91,14 @@ def _section_place(heading: str) -> tuple[str, int]:
     return data, int(nfe)
 
 
-def _place(archive: Archive) -> tuple[int, str, int]:
-    order, method = list(METHODS), archive.manifest["method"]
-    return order.index(method) if method in order else len(order), archive.manifest["recipe"], archive.manifest["seed"]
+def _place(archive: Archive) -> tuple[float, str, int]:
+    return method_rank(archive.manifest["method"]), archive.manifest["recipe"], archive.manifest["seed"]
 
 
-def _common(archives: Sequence[Archive]) -> dict[str, str]:
-    """Fields that were changed alike in all recipes: said once, not in every title."""
-    changes = [words_of(archive.manifest["recipe"])[1] for archive in archives]
-    first = changes[0] if changes else {}
-    return {name: text for name, text in first.items() if all(one.get(name) == text for one in changes)}
-
-
-def _title(archive: Archive, key: PoolKey, common: Mapping[str, str]) -> str:
+def _title(archive: Archive, key: PoolKey, shared: Mapping[str, str]) -> str:
     told = archive.manifest
-    changed = as_words({name: text for name, text in words_of(told["recipe"])[1].items() if name not in common})
-    words = [METHODS.get(told["method"], told["method"]), f"({changed})" if changed else ""]
+    changed = as_typed({name: text for name, text in parse(told["recipe"]).changes.items() if name not in shared})
+    words = [Results().label(told["method"]), f"({changed})" if changed else ""]
     words += [f"seed {told['seed']}" if told["seed"] else "", VARIANTS[key.variant].label if key.variant else ""]
     return escape(", ".join(filter(None, words)))
 
@@ -140,19 +125,20 @@ def curves(results: Results, path: Path) -> bool:
         return False
     picture = _figure(4.0 * len(panels), 3.4 * len(sets))
     for line, data in zip(picture.subplots(len(sets), len(panels), squeeze=False), sets, strict=True):
-        groups, real = models(results, data), results.select(data=data, method="data")
+        part = results.only(data=data)
+        groups, real = models(part), Line((), part.select(method="data"))
         for panel, (metric, setting) in zip(line, panels.items(), strict=True):
-            for number, (model, rows) in enumerate(groups.items()):
+            for model in groups:
                 for variant in (None, *VARIANTS.values()):
                     changed, label, style = None, model.label, "-"
                     if variant is not None:
                         changed, label, style = variant.name, f"{model.label}, {variant.label}", variant.line
                     name = in_setting(setting, changed) if setting else changed
-                    _line(panel, rows, metric, name, label, f"C{number}", style)
-            level = mean_of(real, metric, convention=setting)
+                    _line(panel, model, metric, name, label, results.colour(model.method), style)
+            level = Number(metric, {"convention": setting}).mean(real)
             if level is not None:
                 panel.axhline(level.mean, color="0.4", linestyle="--", linewidth=1, label="held-out text")
-            steps = steps_of((row for rows in groups.values() for row in rows), metric)
+            steps = steps_of(groups, metric)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log" if metric == "gen_ppl" else "linear")
             panel.set(title=f"{data}: {measure(metric).label}", xlabel="NFE", xticks=steps,
@@ -163,13 +149,9 @@ def curves(results: Results, path: Path) -> bool:
     return True
 
 
-def _line(
-    panel: Any, rows: Sequence[Row], metric: str, convention: str | None, label: str, colour: str, style: str
-) -> None:
-    steps = steps_of((row for row in rows if row.convention == convention), metric)
-    means = [
-        (nfe, mean) for nfe in steps if (mean := mean_of(rows, metric, nfe=nfe, convention=convention)) is not None
-    ]
+def _line(panel: Any, model: Line, metric: str, convention: str | None, label: str, colour: str, style: str) -> None:
+    line, number = model.where(convention=convention), Number(metric, measured=True)
+    means = [(nfe, mean) for nfe in steps_of([line], metric) if (mean := number.at(nfe=nfe).mean(line)) is not None]
     if means:
         panel.errorbar(
             [nfe for nfe, _ in means], [mean.mean for _, mean in means], yerr=[mean.stderr or 0.0 for _, mean in means],
@@ -184,13 +166,27 @@ def _legend(picture: Any) -> None:
         picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
+def training_points(rows: Iterable[Row], metric: str) -> list[tuple[int, float]]:
+    """(step, mean over seeds) of a number that training logged."""
+    points: dict[int, list[float]] = {}
+    for row in rows:
+        if row.metric == metric and str(row.convention).startswith("step "):
+            points.setdefault(int(str(row.convention).removeprefix("step ")), []).append(float(row.value))
+    return [(step, math.fsum(values) / len(values)) for step, values in sorted(points.items())]
+
+
+def blocks_of(rows: Iterable[Row]) -> list[int]:
+    """Routed blocks of a model."""
+    return sorted({int(found[1]) for row in rows if (found := re.search(r"/block(\d+)$", row.metric))})
+
+
 def latent_curves(results: Results, path: Path) -> bool:
     """Over training: usage entropy and route KL of every block, and both terms of the loss; False without a latent."""
     found = [
-        (data, model.label, rows)
+        (data, model.label, model.rows)
         for data in data_of(results)
-        for model, rows in models(results, data).items()
-        if any(value for _, value in training_points(rows, "train_kl"))
+        for model in models(results.only(data=data))
+        if any(value for _, value in training_points(model.rows, "train_kl"))
     ]
     if not found:
         return False

@@ -16,11 +16,12 @@ from emoe.domains.toy.figures import grid_picture
 from emoe.domains.toy.metrics import ideal_factorised, validity_of_law
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.exact_toy import exact_rows
-from emoe.evaluation.grid import METHODS, toy_grid
-from emoe.evaluation.results import Results, Row
-from emoe.evaluation.tables import print_grid, toy_tables
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
+from emoe.reporting.grid import sampled
+from emoe.reporting.render import print_metrics
+from emoe.reporting.results import Results, Row, method_rank
+from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
 from emoe.studies.base import Pools, Study, make_study
 from emoe.types import Measurement
@@ -66,11 +67,10 @@ def main(words: list[str]) -> int:
         study.more = lambda run: exact_rows(run.method, run.domain, run.experiment, run.experiment.eval.nfe)
     study.run(experiments)
     results = study.add(reference_rows(study))
-    (folder / "toy.md").write_text(toy_tables(results), encoding="utf-8")
+    (folder / "toy.md").write_text(toy_page(results), encoding="utf-8")
     shown = {run.domain.name: run.domain for run in study.runs if run.experiment.seed == seeds[0]}
-    figures(study.pools, shown, seeds[0], folder / "figures")
-    for metric in ("validity", "overlap"):
-        print_grid(toy_grid(results, metric))
+    figures(results, study.pools, shown, seeds[0], folder / "figures")
+    print_metrics(sampled(results), "toy", METRICS)
     print_gaps(results)
     study.note(f"written: {folder / 'toy.json'}, {folder / 'toy.md'}, {folder / 'figures'}")
     return 0
@@ -110,20 +110,20 @@ def reference_rows(study: Study) -> list[Row]:
     return rows
 
 
-def figures(pools: Pools, domains: dict[str, Domain], seed: int, folder: Path) -> None:
+def figures(results: Results, pools: Pools, domains: dict[str, Domain], seed: int, folder: Path) -> None:
     """The summary at NFE 1 and the sweeps over NFE 1, 2, 8, 32 of App. C.1, for one seed."""
     folder.mkdir(parents=True, exist_ok=True)
-    methods = [name for name in METHODS if any(key[1] == name for key in pools)]
+    methods = {name: results.label(name) for name in sorted({key[1] for key in pools}, key=method_rank)}
     summary = {}
     for data, toy in domains.items():
         truth = toy.fresh(20_000, seed)
         sweep = {
-            METHODS[m]: {"ground truth": truth}
+            label: {"ground truth": truth}
             | {f"NFE {n}": pools[data, m, seed, n] for n in SWEEP if (data, m, seed, n) in pools}
-            for m in methods
+            for m, label in methods.items()
         }
         grid_picture(sweep, folder / f"toy-{data}.png")
-        first = {METHODS[m]: pools[data, m, seed, 1] for m in methods if (data, m, seed, 1) in pools}
+        first = {label: pools[data, m, seed, 1] for m, label in methods.items() if (data, m, seed, 1) in pools}
         summary[data] = {"ground truth": truth, **first}
     grid_picture(summary, folder / "toy-summary.png")
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from emoe.backbones.transformer import Transformer
 from emoe.console import Tick
 from emoe.diffusion.times import grid_times
-from emoe.evaluation.results import Row
 from emoe.exact import chain_laws, exact_nll
 from emoe.methods.emoe import EMoE
+from emoe.reporting.results import Row
 from emoe.verify import exact_terms, tiny_method
 
 ROWS = torch.tensor([[0, 0], [1, 1]])
