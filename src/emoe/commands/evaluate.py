@@ -87,7 +87,7 @@ def evaluate(
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
         measured = law_rows(run, nfe or run.experiment.eval.nfe) if exact else []
         measured += sample_rows(run, nfe or run.experiment.eval.nfe, samples, seed, lm)
-        measured += likelihood_rows(run, names, rows, seed)
+        measured += likelihood_rows(run, names, rows, seed) if names else []
         info = RunInfo(command=command, wall_s=round(time.monotonic() - began, 1), **describe_machine(run.device))
         methods = described(run.method, run.experiment)
         everything.add(info, measured, methods)
@@ -123,10 +123,11 @@ def read_results(path: Path) -> Results:
 def text_lm(run: Run, folder: str, device: str) -> EvalLM:
     """An evaluation LM that reads the tokens of a run on text."""
     from emoe.domains.text.data import Text
-    from emoe.evaluation.eval_lm import open_eval_lm
 
     if not isinstance(run.domain, Text):
         raise ConfigError([f"eval-lm: {run.path} was not trained on text; leave it out"])
+    from emoe.evaluation.eval_lm import open_eval_lm
+
     lm = open_eval_lm(folder, device=device)
     lm.encode(run.domain, run.domain.test_rows[:1].long())
     return lm
@@ -134,35 +135,34 @@ def text_lm(run: Run, folder: str, device: str) -> EvalLM:
 
 def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | None, lm: EvalLM | None) -> list[Row]:
     """Measures of samples at each NFE; with an evaluation LM also their perplexity and that of held-out rows."""
-    from emoe.evaluation import gen_ppl, likelihood, measure
+    from emoe.evaluation.likelihood import held_out_rows
+    from emoe.evaluation.measure import measure_samples, row
 
+    domain: Any = run.domain
     pools: list[Pool] = []
     with sampling(run, samples or run.experiment.eval.samples, nfe, f"samples of {run.path}"):
-        rows = measure.measure_samples(
-            run.method, run.domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=pools.append
+        rows = measure_samples(
+            run.method, domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=pools.append
         )
     if lm is None:
         return rows
-    domain: Any = run.domain
-    held_out = gen_ppl.score(lm, domain, likelihood.held_out_rows(domain, None, 0)).perplexity("judge_ppl")
+    from emoe.evaluation.gen_ppl import score
+
+    held_out = score(lm, domain, held_out_rows(domain, None, 0)).perplexity("judge_ppl")
     shown = f"{held_out.value:.2f} of {held_out.n:,} held-out rows of {domain.name}"
     print(f"evaluation LM {lm.name}: perplexity {shown}", file=sys.stderr)
-    items = [(pool.nfe, gen_ppl.score(lm, domain, pool.samples).perplexity()) for pool in pools]
-    return rows + [
-        measure.row(item, domain, run.experiment, nfe=nfe, convention="paper")
-        for nfe, item in [*items, (None, held_out)]
-    ]
+    items = [*((pool.nfe, score(lm, domain, pool.samples).perplexity()) for pool in pools), (None, held_out)]
+    return rows + [row(item, domain, run.experiment, nfe=calls, convention="paper") for calls, item in items]
 
 
 def likelihood_rows(run: Run, names: Sequence[Likelihood], rows: int | None, seed: int | None) -> list[Row]:
     """Named likelihoods, with progress."""
-    from emoe.evaluation.likelihood import passes
-    from emoe.evaluation.measure import measure_likelihoods
+    from emoe.evaluation import likelihood, measure
 
-    if not names:
-        return []
-    with meter(sum(map(passes, names)), f"likelihoods of {run.path}") as tick:
-        return measure_likelihoods(run.method, run.domain, run.experiment, names, rows=rows, seed=seed, tick=tick)
+    with meter(sum(map(likelihood.passes, names)), f"likelihoods of {run.path}") as tick:
+        return measure.measure_likelihoods(
+            run.method, run.domain, run.experiment, names, rows=rows, seed=seed, tick=tick
+        )
 
 
 def law_rows(run: Run, nfe: Sequence[int]) -> list[Row]:
@@ -185,20 +185,20 @@ def show(results: Results, likelihoods: Sequence[Likelihood]) -> None:
     for recipe, seed in dict.fromkeys((row.recipe, row.seed) for row in results.rows if row.convention is not None):
         for name in likelihoods:
             values = {row.metric: row for row in results.select(recipe=recipe, seed=seed, convention=str(name))}
-            if "nll" in values:
-                lines.append([f"{recipe} seed {seed}", *likelihood_cells(name, values)])
+            if nll := values.get("nll"):
+                bpd, gain = values["bpd"].value, values.get("coordination_gain")
+                error = "" if nll.stderr is None else f" ±{nll.stderr:.3f}"
+                units = [
+                    f"{nll.value:.3f}{error}",
+                    f"{bpd * math.log(2):.4f}",
+                    f"{bpd:.3f}",
+                    f"{values['ppl'].value:.2f}",
+                ]
+                gained = f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""
+                lines.append([f"{recipe} seed {seed}", str(name), *units, name.bounds + gained])
     if lines:
         header = ["Likelihood", "convention", "nats per row", "nats per token", "bits/dim", "perplexity", "what it is"]
         console_table(header, lines)
-
-
-def likelihood_cells(name: Likelihood, values: Mapping[str, Row]) -> list[str]:
-    """Nats per row with the standard error, other units, and what the number bounds."""
-    nll, bpd, gain = values["nll"], values["bpd"].value, values.get("coordination_gain")
-    error = "" if nll.stderr is None else f" ±{nll.stderr:.3f}"
-    gained = f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""
-    units = [f"{bpd * math.log(2):.4f}", f"{bpd:.3f}", f"{values['ppl'].value:.2f}"]
-    return [str(name), f"{nll.value:.3f}{error}", *units, name.bounds + gained]
 
 
 main = Command("emoe eval", evaluate)
