@@ -9,7 +9,8 @@ A command is a function, or a frozen dataclass of options, whose signature and d
 - `settings` receives fields of a recipe (`--train.steps 50`), `command` the command line as it was typed.
 - `Args` in the docstring are the help, `name (METAVAR): text`; `Examples` end it.
 
-In a dataclass the metadata of a field stand for this: `help`, `metavar`, `low`, `high`, `positional`, `repeat`.
+In a dataclass the metadata of a field stand for this: `help`, `metavar`, `low`, `high`, `positional`, `repeat`, and
+`hidden` for one that is no option. An empty text as its default means that it is required.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ class Command(Generic[T]):
         parameters = inspect.signature(target).parameters
         self.injected = [key for key in INJECTED if key in parameters]
         self.annotations = {k: v for k, v in get_type_hints(target, include_extras=True).items() if k in parameters}
-        fields = {field.name: field.metadata for field in dataclasses.fields(target)} if inspect.isclass(target) else {}
+        options = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
+        fields = {option.name: option.metadata for option in options}
         self.valued: set[str] = set()  # options whose next word is their value, whatever it looks like
         for key, parameter in parameters.items():
-            if key not in self.injected:
+            if key not in self.injected and not fields.get(key, {}).get("hidden"):
                 self._add(parameter, *helps.get(key, ("", "")), fields.get(key))
 
     def _add(self, parameter: inspect.Parameter, metavar: str, text: str, field: Mapping[str, Any] | None) -> None:
@@ -84,6 +86,7 @@ class Command(Generic[T]):
         positional = parameter.kind is not parameter.KEYWORD_ONLY
         if field is not None:
             metavar, text, positional = field.get("metavar", ""), field.get("help", ""), bool(field.get("positional"))
+            required = required or parameter.default == ""
             ends = {end: field[end] for end in ("low", "high") if field.get(end) is not None}
             limits = (Range(**ends), *[REPEATED] * bool(field.get("repeat")))
             self.annotations[name] = Annotated[self.annotations[name], *limits]

@@ -77,7 +77,7 @@ def prepare(
     split: tuple[float, ...] | None = None,
     length: int = 128,
     packing: Literal["chunks", "wrap"] = "chunks",
-    detokenise: str = "auto",
+    detokenise: Literal["auto", "lm1b", "wikitext", "none"] = "auto",
     encoding_errors: Literal["strict", "replace"] = "strict",
     seed: int = 0,
     jobs: int | None = None,
@@ -99,7 +99,7 @@ def prepare(
         split (V,T): shares of training documents for valid and test: 0.005,0.005
         length: tokens of a row
         packing: chunks: plain rows; wrap: rows with [CLS] at both ends
-        detokenise: spacing to undo: auto (by file names), lm1b, wikitext, none
+        detokenise: spacing to undo; auto: by the names of the files
         encoding_errors: bytes that are not UTF-8: an error, or replaced
         seed: seed of --split
         jobs: processes; default: one for each core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from json import dumps
+from typing import Any
 
 from emoe.commands.args import Command
 from emoe.commands.values import Seed
@@ -40,13 +41,13 @@ def verify(
     else:
         rows = torch.cartesian_prod(*[torch.arange(2)] * 2)
         cases = {f"tiny {kind}": (tiny, rows) for kind, tiny in checks.tiny_methods(method, seed).items()}
-    lines = []
+    lines: list[dict[str, Any]] = []
     for name, (model, rows) in cases.items():
         for check in checks.verify(model, rows, seed=seed):
             lines.append({"model": name, "check": check.name, "passed": check.passed, "seen": check.seen})
             if not json:
                 print(f"{name}: {check.name}: {'ok' if check.passed else 'FAILED'}", file=sys.stderr, flush=True)
-    passed = sum(bool(line["passed"]) for line in lines)
+    passed = sum(line["passed"] for line in lines)
     if json:
         print(dumps(lines, indent=1))
     else:
