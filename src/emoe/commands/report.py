@@ -18,10 +18,10 @@ def report(
     run: Annotated[tuple[Path, ...], REPEATED] = (),
     title: str = "E-MoE results",
 ) -> int:
-    """Write a self-contained HTML report from a results file.
+    """Write a self-contained HTML report from a results file or a run folder that was evaluated.
 
     Args:
-        results: results file
+        results: results file or run folder
         out: where the report goes; default: beside the results, ending in .html
         picture: an image to show; may be given several times
         run: a run folder whose curves are shown; may repeat
@@ -30,7 +30,10 @@ def report(
     Examples:
         emoe report results/toy.json --run runs/a --picture results/figures/toy-summary.png
     """
-    problems = [f"results: {results} does not exist; make it with: emoe reproduce toy"] * (not results.exists())
+    if (results / "experiment.json").exists():
+        run, results = (results, *run), results / "eval.json"
+    origin = f"emoe eval {results.parent}" if results.name == "eval.json" else "emoe reproduce toy"
+    problems = [f"results: {results} does not exist; make it with: {origin}"] * (not results.exists())
     problems += [f"picture: {path} does not exist" for path in picture if not path.is_file()]
     problems += [f"run: {path} is no run folder" for path in run if not (path / "experiment.json").exists()]
     if problems:
