@@ -110,7 +110,7 @@ class Number:
             return None
         spread = mean_over_seeds(line.where(**wanted | {"metric": self.spread}).rows)
         error = spread and spread.mean if self.spread else mean.stderr if self.error else None
-        return SeedMean(mean.mean / self.per, error and error / self.per, mean.seeds)
+        return SeedMean(mean.mean / self.per, error and error / self.per)
 
     def __call__(self, line: Line) -> str:
         """The text of the cell of a line."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from emoe.reporting.cells import Line, Number, Stack, data_name, data_order, measure, over
-from emoe.reporting.notes import comma, span
 from emoe.reporting.paper import comparable, paper_rows
 from emoe.reporting.recipes import main_recipe
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank
-from emoe.reporting.table import Table, TableSpec, build, repeat
+from emoe.reporting.table import Table, TableSpec, build, comma, repeat, span
 
 
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
@@ -67,7 +66,7 @@ def main_rows(results: Results, **filters: object) -> list[Row]:
 
 
 def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
-    """One sentence below tables of a metric: what the cells are, and from how many seeds and samples."""
+    """A sentence below tables of a metric: the marks in cells, seeds and samples."""
     cells = [cell for table in tables for row in table.rows for cell in row[1:]]
     words = ["mean ± standard error over seeds"] * any("±" in cell for cell in cells)
     words += seeds_and_samples(rows)
@@ -78,7 +77,7 @@ def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
 
 
 def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
-    """How many seeds and samples stand behind rows: `3 seeds (0, 1, 2)` and `3,000 samples each`.
+    """Numbers of seeds and samples: `3 seeds (0, 1, 2)` and `3,000 samples each`.
 
     Where cells differ it is `1 to 3 seeds`: a table must not claim more seeds than its poorest cell has.
     """

@@ -16,10 +16,9 @@ from emoe.files import replace_file
 from emoe.reporting import images, latent, likelihood, steps, text, ties, toy
 from emoe.reporting.cells import data_name, data_order, measure, names
 from emoe.reporting.grid import metric_tables, sampled
-from emoe.reporting.notes import comma, span
 from emoe.reporting.render import html_table, inline
 from emoe.reporting.results import Results, ResultsError
-from emoe.reporting.table import Table, build, printed
+from emoe.reporting.table import Table, build, comma, printed, span
 
 if TYPE_CHECKING:
     from emoe.figures.curves import Panel
@@ -88,8 +87,7 @@ def _results(part: Results, task: str) -> str:
     tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
     colours = [[part.colour(method) if method else "" for method in table.methods] for table in tables]
     cards = (_card(html_table(table, own), table.title, table.note) for table, own in zip(tables, colours, strict=True))
-    panels = zip(tables, colours, strict=True)
-    return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(lambda: [_panel(*one) for one in panels], task)
+    return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(lambda: map(_panel, tables, colours), task)
 
 
 def _over_nfe(part: Results) -> list[Table]:
@@ -100,25 +98,26 @@ def _over_nfe(part: Results) -> list[Table]:
         measured = {row.metric for row in own.models.rows if row.nfe is not None}
         for metric in [metric for metric in names("metrics") if metric in measured]:
             try:
-                found = metric_tables(own, own.rows[0].task, metric)
+                over_nfe = metric_tables(own, own.rows[0].task, metric)
             except ResultsError:  # several recipes of one method
-                found = build(images.nfe_table(own, metric))
+                over_nfe = build(images.nfe_table(own, metric))
             title = f"{measure(metric).label}, {data_name(data)}"
-            tables += [dataclasses.replace(table, title=title) for table in found]
+            tables += [dataclasses.replace(table, title=title) for table in over_nfe]
     return tables
 
 
 def _panel(table: Table, colours: Sequence[str]) -> Panel:
-    """A table over NFE as curves, those of references dashed."""
+    """A table over NFE as curves, those of references dashed; nothing of cells with several numbers."""
     from emoe.figures.curves import Curve, Panel
 
-    steps = {column: int(name[4:]) for column, name in enumerate(table.header) if name.startswith("NFE ")}
+    single = not any("\n" in cell.partition("\n*(")[0] for row in table.rows for cell in row)
+    steps = {column: int(name[4:]) for column, name in enumerate(table.header) if single and name.startswith("NFE ")}
     curves = {}
     for number, (row, colour) in enumerate(zip(table.rows, colours, strict=True)):
         values = [(step, printed(row[column])) for column, step in steps.items()]
         points = [(step, value) for step, value in values if value is not None]
-        if len(points) > 1:
-            curves[row[0]] = Curve(points, colour=colour or None, style="--" if number in table.references else "-")
+        if colour and len(points) > 1:
+            curves[row[0]] = Curve(points, colour=colour, style="--" if number in table.references else "-")
     return Panel(table.title.strip("*"), curves)
 
 
@@ -140,8 +139,8 @@ def _training(results: Results, runs: Sequence[Path]) -> list[Panel]:
     return panels
 
 
-def _figure(panels: Callable[[], Sequence[Panel]], name: str) -> str:
-    """Panels as one picture, two in a row; without matplotlib a line says so."""
+def _figure(panels: Callable[[], Iterable[Panel]], name: str) -> str:
+    """Panels as one picture, two in a row; without matplotlib a sentence in its place."""
     try:
         from emoe.figures.base import png
         from emoe.figures.curves import draw

@@ -6,12 +6,11 @@ import dataclasses
 from functools import partial
 
 from emoe.reporting.cells import Column, Line, Number, Reported, Stack, data_name, data_order, measure, over
-from emoe.reporting.notes import note, span
 from emoe.reporting.paper import comparable, paper_rows
 from emoe.reporting.recipes import common_changes, reference_name
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, method_rank
-from emoe.reporting.table import Table, TableSpec, build, conventions_of, models, repeat, steps_of
+from emoe.reporting.table import Table, TableSpec, build, conventions_of, models, note, repeat, span, steps_of
 
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from emoe.reporting.cells import Column, Line, Number, data_name, measure, write
-from emoe.reporting.notes import comma, note, short_commit
 from emoe.reporting.recipes import as_typed, parse
 from emoe.reporting.results import Results, Row, SeedMean, mean_of, methods_of
-from emoe.reporting.table import Table, TableSpec, build, steps_of
+from emoe.reporting.table import Table, TableSpec, build, comma, note, short_commit, steps_of
 
 # First words of the names of estimators, in the order of tables and colours.
 FAMILIES = ("top-2", "all", "selected", "reinmax", "gumbel-rao", "leave-one-out", "vimco", "wake-sleep")
@@ -38,7 +37,7 @@ def held_out_tables(results: Results) -> list[Table]:
 
 
 def _held_out(part: Results, title: str) -> Table:
-    """One setting; the note says in how many densities a plus recipe is better: KL low, overlap high."""
+    """One setting; the note counts the densities where a plus recipe is better: KL lower, overlap higher."""
     methods = methods_of(part.rows)
     steps = steps_of([Line((), part.rows)])
     lines = {
@@ -111,7 +110,7 @@ def estimator_tables(results: Results) -> list[Table]:
 
 
 def route_limit(limit: Results, toy: Results) -> list[Table]:
-    """The best route code beside what was learned, at one network call: exact laws, means over seeds."""
+    """The best route code and trained models at one network call: exact laws, means over seeds."""
     results = Results().merge(limit).merge(toy).only(nfe=1, convention="exact")
     lines = [
         Line((data_name(data), "*best route code*" if method == "limit" else results.label(method)), rows)
@@ -124,12 +123,13 @@ def route_limit(limit: Results, toy: Results) -> list[Table]:
 
 
 def information_tables(results: Results) -> list[Table]:
-    """Nats of the blocks at the end of training, and what they buy at one network call."""
+    """Nats of the blocks at the end of training, and ties kept at one network call."""
 
     def label(recipe: str) -> str:
-        if not recipe.startswith("ties-emoe-plus"):
+        name, changes = parse(recipe)
+        if name != "ties-emoe-plus":
             return "the paper's reading"
-        return "E-MoE+, all positions carry" if "carriers=all" in recipe else "E-MoE+, positions code in turn"
+        return f"E-MoE+, {'all positions carry' if 'method.carriers' in changes else 'positions code in turn'}"
 
     def nats(line: Line) -> list[float]:
         blocks: dict[str, float] = {}
@@ -157,7 +157,7 @@ def search_table(ranking: dict[str, Any]) -> Table:
     rows, tasks = list[list[str]](), dict[str, None]()
     for trial in ranking["trials"]:
         label = short_label(trial["settings"]) + f" ({trial['status']})" * (trial["status"] != "done")
-        means = [mean and SeedMean(mean["mean"], mean["stderr"], 0) for mean in map(trial["metrics"].get, names)]
+        means = [mean and SeedMean(mean["mean"], mean["stderr"]) for mean in map(trial["metrics"].get, names)]
         rows.append([label, *(write(mean, form, plain=True) for mean, form in zip(means, forms, strict=True))])
         for outcome in trial["outcomes"]:
             task, seed = comma(outcome["task"].values()), f"seed {outcome['seed']}"

@@ -6,9 +6,8 @@ import functools
 import math
 
 from emoe.reporting.cells import Line, Number, over, write
-from emoe.reporting.notes import comma, note
 from emoe.reporting.results import Results, Row, mean_over_seeds
-from emoe.reporting.table import Table, TableSpec, build, conventions_of, steps_of
+from emoe.reporting.table import Table, TableSpec, build, comma, conventions_of, note, steps_of
 
 KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}
 OBJECTIVES = {"objective": ("KL × 1", 3), "objective, KL/t": ("KL × 1/t (VADD as published)", 2)}  # log(2) / 3

@@ -11,10 +11,9 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
@@ -27,7 +26,6 @@ T = TypeVar("T")
 Styles = Mapping[str, Mapping[str, str]]  # {"label": ..., "colour": ...} by method
 IDENTITY = ("task", "data", "method", "recipe", "seed", "nfe", "metric", "convention")
 REFERENCES = ("ideal", "data", "judge")  # measured beside the models, but no models
-_identity: Callable[[object], tuple[Any, ...]] = operator.attrgetter(*IDENTITY)
 
 
 class ResultsError(ValueError):
@@ -92,7 +90,7 @@ class Row:
     @property
     def identity(self) -> tuple[Any, ...]:
         """What a newer row must agree in to replace this one."""
-        return _identity(self)
+        return tuple(getattr(self, name) for name in IDENTITY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +172,10 @@ def _json(record: Any) -> str:
 
 
 class SeedMean(NamedTuple):
-    """Mean over seeds, its standard error (None for a single seed) and the number of seeds."""
+    """Mean over seeds and its standard error, None for a single seed."""
 
     mean: float
     stderr: float | None
-    seeds: int
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -338,7 +335,7 @@ def mean_over_seeds(rows: Iterable[Row], *, measured: bool = False) -> SeedMean 
         if key != "seed" and len(values) > 1:
             raise ResultsError(f"a mean over seeds needs one {key}, found {', '.join(values)}")
     if len(rows) < 2:
-        return SeedMean(float(rows[0].value), rows[0].stderr if measured else None, 1) if rows else None
+        return SeedMean(float(rows[0].value), rows[0].stderr if measured else None) if rows else None
     return mean_of(float(row.value) for row in rows)
 
 
@@ -350,7 +347,7 @@ def mean_of(values: Iterable[float]) -> SeedMean | None:
     mean = math.fsum(values) / len(values)
     spread = math.fsum((value - mean) ** 2 for value in values)
     stderr = math.sqrt(spread / (len(values) - 1) / len(values)) if len(values) > 1 else None
-    return SeedMean(mean, stderr, len(values))
+    return SeedMean(mean, stderr)
 
 
 def load_once(path: Path) -> Results:

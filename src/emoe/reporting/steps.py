@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 from emoe.reporting.cells import DASH, Column, Line, Number
-from emoe.reporting.notes import note, short_commit, span
 from emoe.reporting.results import Results, known_methods, methods_of
-from emoe.reporting.table import Table, TableSpec, build
+from emoe.reporting.table import Table, TableSpec, build, note, short_commit, span
 
 PAPER_STEPS, NEWS_STEPS = 200_000, 7_500  # of the paper's MNIST recipes, and of the news-small recipes
 RIVAL = "vdm, eager"  # as the benchmark records it

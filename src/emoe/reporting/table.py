@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from emoe.reporting.cells import MINUS, Column, Line
+from emoe.reporting.cells import MINUS, Column, Line, names
 from emoe.reporting.paper import comparable
-from emoe.reporting.recipes import as_typed, common_changes, parse
+from emoe.reporting.recipes import all_with, as_typed, common_changes, parse
 from emoe.reporting.results import Results, Row, method_rank
 
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound", "iw")
@@ -41,7 +41,7 @@ class TableSpec:
     better: str | None = None  # "high" or "low": the best model of every column is marked
 
     def build(self) -> Table:
-        """The table; what the note says of italics is left out where no cell shows the paper's number."""
+        """The table; sentences of the note about italics are left out where no cell shows the paper's number."""
         rows = [[*line.labels, *(cell(line) for _, cell in self.columns)] for line in self.lines]
         references = {number for number, line in enumerate(self.lines) if line.reference}
         mark_best(rows, len(self.corner), self.better, references)
@@ -119,3 +119,42 @@ def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LI
 
     rows = [row for line in lines for row in line.rows if row.metric == metric]
     return sorted({row.convention for row in rows if row.convention is not None}, key=key)
+
+
+# --- Notes: what is known of the rows behind a table ------------------------------------------------------------------
+
+
+def note(name: str, results: Results, **values: object) -> str:
+    """A note of `names.toml` with `values`, and with the seeds, common changes and sources of the models."""
+    models = results.models
+    several = len(models.seeds) > 1
+    words = {
+        "seeds": f"Seed{'s' * several} {comma(models.seeds)}",
+        "errors": "over seeds" if several else "of the measurement",
+        "over_seeds": ": means, and where a row has several, errors are over these." if several else ".",
+        "changes": all_with(common_changes(models.rows)),
+        "source": source_of(results),
+    }
+    return str(names("notes")[name]).format_map(words | values)
+
+
+def source_of(results: Results) -> str:
+    """Commits and devices of all runs behind results."""
+    runs = sorted({(short_commit(run.commit), run.device) for run in results.runs.values()})
+    return "; ".join(f"commit `{commit}` on {device}" for commit, device in runs)
+
+
+def short_commit(commit: str) -> str:
+    """12 digits name a commit beyond doubt; the mark of a changed tree must survive the cut."""
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
+
+
+def span(counts: Iterable[int | None]) -> str:
+    """`300`, or `300 to 500` where counts differ; nothing without any."""
+    known = sorted({count for count in counts if count})
+    return " to ".join(dict.fromkeys(f"{count:,}" for count in (*known[:1], *known[-1:])))
+
+
+def comma(values: Iterable[object]) -> str:
+    """`0, 1, 2`."""
+    return ", ".join(map(str, values))

@@ -13,11 +13,10 @@ from functools import partial
 from typing import NamedTuple
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Reported, Stack, names, over
-from emoe.reporting.notes import note, span
 from emoe.reporting.paper import paper_value
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row
-from emoe.reporting.table import Table, TableSpec, build, conventions_of, models, repeat, steps_of
+from emoe.reporting.table import Table, TableSpec, build, conventions_of, models, note, repeat, span, steps_of
 
 TASK = "text"
 SETTINGS = ("paper", "duo")  # of perplexities
@@ -32,7 +31,7 @@ Measured = partial(Number, measured=True)
 
 
 class Variant(NamedTuple):
-    """Another way to sample with the same weights of E-MoE: what is changed in its routes."""
+    """Another way to draw the routes of E-MoE with the same weights."""
 
     name: str  # in the convention of a row
     label: str
@@ -48,7 +47,7 @@ VARIANTS = {variant.name: variant for variant in (GREEDY, AVERAGED)}
 
 
 def in_setting(setting: str, variant: str | None = None) -> str:
-    """The convention of a perplexity: how tokens are counted, and what was changed in the sampler."""
+    """The convention of a perplexity: the setting that tokens are counted in, and the variant of sampling."""
     return setting if variant is None else f"{setting} {variant}"
 
 
@@ -98,7 +97,7 @@ def _in_variant(line: Line, variant: Variant, setting: str) -> Line:
 
 
 def _blocks(line: Line) -> list[Line]:
-    """A line for each routed block and for `all` of them: what was logged of it at the end of training."""
+    """A line for each routed block and for `all` of them, with the numbers logged at the end of training."""
     logged = [(int(str(row.convention)[5:]), row) for row in line.rows if str(row.convention).startswith("step ")]
     last = {row.metric: step for step, row in sorted(logged, key=lambda entry: entry[0])}
     groups: dict[str, list[Row]] = {}
@@ -307,7 +306,7 @@ def eval_lm_notes(results: Results) -> list[str]:
     return [sentence for part in _parts(results.only(task=TASK)) if (sentence := eval_lm_note(part))]
 
 
-# Name -> heading, what is made of a part, and the parts.
+# Name -> heading, table of a part, parts.
 TABLES: dict[str, tuple[str, Callable[[Part], TableSpec], Callable[[Results], list[Part]]]] = {
     "checks": ("What holds", checks_table, partial(_settings, most=1)),
     "gen-ppl": ("Generative perplexity", gen_ppl_table, _settings),

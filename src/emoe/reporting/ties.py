@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from emoe.reporting.cells import DASH, Column, Line, Number
-from emoe.reporting.notes import comma, note
 from emoe.reporting.recipes import all_with, as_typed, common, parse
 from emoe.reporting.results import Results, Row
-from emoe.reporting.table import Table, TableSpec, build
+from emoe.reporting.table import Table, TableSpec, build, comma, note
 
 # Models of the study: name -> recipe and what is changed in it.
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -50,7 +49,7 @@ def setting_of(data: str) -> TieSetting:
 
 
 def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
-    """The variant behind a recipe's name, and what was changed besides; neither data nor depth."""
+    """The variant behind a recipe's name, and further changes but those of data and depth."""
     name, changes = parse(recipe)
     left = {field: value for field, value in changes.items() if field not in FIELDS}
     fitting = [
@@ -61,7 +60,7 @@ def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
 
 
 def common_changes(results: Results) -> dict[str, str]:
-    """Fields that were changed alike in all models, beyond what their variants are."""
+    """Further changes that all models share."""
     return common(variant_of(recipe)[1] for recipe in sorted({str(row.recipe) for row in results.models.rows}))
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from emoe.reporting.cells import DASH, MINUS, Line, Number, data_name, data_order, measure, over, write
 from emoe.reporting.grid import grid_note, main_rows, metric_lines, metric_tables, sampled, seeds_and_samples
-from emoe.reporting.notes import comma, short_commit
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row, RunInfo, methods_of
-from emoe.reporting.table import Table, TableSpec, build, steps_of
+from emoe.reporting.table import Table, TableSpec, build, comma, short_commit, steps_of
 
 METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
 
