@@ -74,7 +74,7 @@ class Command(Generic[T]):
         self.injected = [key for key in INJECTED if key in parameters]
         self.annotations = {k: v for k, v in get_type_hints(target, include_extras=True).items() if k in parameters}
         options = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
-        fields = {option.name: option.metadata for option in options}
+        fields: dict[str, Mapping[str, Any]] = {option.name: option.metadata for option in options}
         self.valued: set[str] = set()  # options whose next word is their value, whatever it looks like
         for key, parameter in parameters.items():
             if key not in self.injected and not fields.get(key, {}).get("hidden"):
