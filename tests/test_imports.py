@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -102,6 +103,14 @@ def test_methods_backbones_and_domains_do_not_know_each_other() -> None:
         for name in [name for name in MODULES if name.startswith(f"{family}.")]:
             others = {one for one in own(MODULES[name]) if one.startswith(f"{family}.")} - shared
             assert others == set(), f"{name} imports {others}"
+
+
+def test_extras_that_messages_name_exist() -> None:
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {
+        name for path in MODULES.values() for name in re.findall(r"emoe\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert named and named <= set(project["optional-dependencies"])
 
 
 def kinds() -> set[str]:
