@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emoe.commands.args import Command
+from emoe.commands.report import read_results
 from emoe.commands.sample import sampling
 from emoe.commands.settings import with_data_root
 from emoe.commands.values import Range, Rows, Seed
@@ -105,19 +106,9 @@ def parse_likelihoods(names: Sequence[str]) -> list[Likelihood]:
     from emoe.types import Likelihood
 
     try:
-        return [Likelihood.parse(name) for name in names if name != "none"]
+        return [] if list(names) == ["none"] else list(map(Likelihood.parse, names))
     except ValueError as error:
         raise ConfigError([f"likelihood: {error}"]) from None
-
-
-def read_results(path: Path) -> Results:
-    """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
-    from emoe.reporting.results import Results, ResultsError
-
-    try:
-        return Results.load(path) if path.exists() else Results()
-    except ResultsError as error:
-        raise ConfigError(str(error).splitlines()) from None
 
 
 def text_lm(run: Run, folder: str, device: str) -> EvalLM:
@@ -141,9 +132,8 @@ def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | N
     domain: Any = run.domain
     pools: list[Pool] = []
     with sampling(run, samples or run.experiment.eval.samples, nfe, f"samples of {run.path}"):
-        rows = measure_samples(
-            run.method, domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=pools.append
-        )
+        keep = None if lm is None else pools.append
+        rows = measure_samples(run.method, domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=keep)
     if lm is None:
         return rows
     from emoe.evaluation.gen_ppl import score
@@ -188,14 +178,10 @@ def show(results: Results, likelihoods: Sequence[Likelihood]) -> None:
             if nll := values.get("nll"):
                 bpd, gain = values["bpd"].value, values.get("coordination_gain")
                 error = "" if nll.stderr is None else f" ±{nll.stderr:.3f}"
-                units = [
-                    f"{nll.value:.3f}{error}",
-                    f"{bpd * math.log(2):.4f}",
-                    f"{bpd:.3f}",
-                    f"{values['ppl'].value:.2f}",
-                ]
+                units = [f"{bpd * math.log(2):.4f}", f"{bpd:.3f}", f"{values['ppl'].value:.2f}"]
                 gained = f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""
-                lines.append([f"{recipe} seed {seed}", str(name), *units, name.bounds + gained])
+                cells = [str(name), f"{nll.value:.3f}{error}", *units, name.bounds + gained]
+                lines.append([f"{recipe} seed {seed}", *cells])
     if lines:
         header = ["Likelihood", "convention", "nats per row", "nats per token", "bits/dim", "perplexity", "what it is"]
         console_table(header, lines)

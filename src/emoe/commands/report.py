@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from emoe.commands.args import REPEATED, Command
-from emoe.commands.evaluate import read_results
 from emoe.config import ConfigError
+
+if TYPE_CHECKING:
+    from emoe.reporting.results import Results
 
 
 def report(
@@ -45,6 +47,16 @@ def report(
     write_page(out, title, read_results(results), pictures=captions, runs=run)
     print(out)
     return 0
+
+
+def read_results(path: Path) -> Results:
+    """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
+    from emoe.reporting.results import Results, ResultsError
+
+    try:
+        return Results.load(path) if path.exists() else Results()
+    except ResultsError as error:
+        raise ConfigError(str(error).splitlines()) from None
 
 
 main = Command("emoe report", report)
