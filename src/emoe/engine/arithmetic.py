@@ -32,7 +32,10 @@ class _Settings(NamedTuple):
 
     def apply(self) -> None:
         torch.set_float32_matmul_precision(self.matmul)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        wanted = self.deterministic, self.warn_only
+        present = _Settings.current()
+        if (present.deterministic, present.warn_only) != wanted:  # the call imports torch's compiler, which takes 2 s
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.backends.cudnn.benchmark = self.benchmark
 
 

@@ -165,7 +165,7 @@ def release(
         StorageError: Disk full or not writable. Nothing is left behind.
     """
     source, root = Path(run_dir), Path(out)
-    name = _check(source, root, name, unfinished)
+    name = check_release(source, root, name, unfinished)
     experiment = Experiment.load(source / "experiment.json")
     held: Weights = "ema" if experiment.train.ema else "model"
     run = load_run(source, device="cpu", weights=held)
@@ -209,7 +209,7 @@ def _unknown(name: str | Path) -> str:
     return f"weights: no released model is called {str(name)!r}; there are: {there} (in {searched}; set EMOE_WEIGHTS)"
 
 
-def _check(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
+def check_release(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
     """The name of the release of a run, after all checks that need no weights."""
     if not (source / "experiment.json").is_file():
         raise ConfigError([f"run: {source} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
