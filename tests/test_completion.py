@@ -258,8 +258,8 @@ def test_the_mask_may_be_any_symbol() -> None:
         ("real.npy", DataError, "real.npy: row 0, column 1 (counted from 0) holds 0.5, not a whole number"),
         ("text.npy", DataError, "text.npy: holds values of type <U1"),
         ("cube.npy", DataError, "has shape (1, 1, 2); rows of 2 tokens are needed"),
-        ("empty.npy", DataError, "has shape (0, 2)"),
-        ("pickle.npy", DataError, "pickles can run code and stay shut"),
+        ("empty.npy", DataError, "holds no rows"),
+        ("pickle.npy", DataError, "pickles can run code and are not opened"),
     ],
 )
 def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str) -> None:
@@ -276,7 +276,7 @@ def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str
 
 
 def test_only_pictures_have_ink() -> None:
-    with pytest.raises(ConfigError, match="ink: is for pictures, but 'toy' has none"):
+    with pytest.raises(ConfigError, match="ink: is for images, but 'toy' has none"):
         ToyConfig(density="8-modes").read_given("1,?", TOY, ink="dark")
 
 
@@ -391,7 +391,7 @@ def test_rows_from_the_command_line(folders: dict[str, Path], command: Command) 
         ("--keep 0", 2, ["keep: says what is done with given rows; add --given FILE"]),
         ("--ink dark", 2, ["ink: says what is done with given rows"]),
         ("--given 1,? --ink grey", 2, ["ink: 'grey' is not known", "allowed: auto, dark, light"]),
-        ("--given 1,? --ink dark", 2, ["ink: is for pictures, but 'toy' has none"]),
+        ("--given 1,? --ink dark", 2, ["ink: is for images, but 'toy' has none"]),
         ("--given 1,2", 2, ["nothing to fill in", "--keep"]),
         ("--given 1,2 --keep all", 2, ["keep: all leaves nothing to fill in"]),
         ("--given 1,50", 2, ["given: '1,50': line 1, column 2 holds 50.0, but tokens are 0..49"]),

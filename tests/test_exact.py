@@ -12,15 +12,15 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.diffusion.masking import subs
 from emoe.diffusion.quadrature import gaussian_grid, gaussian_points
 from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
+from emoe.domains.metrics import nearest_distance
 from emoe.domains.toy import Toy, ToyConfig
-from emoe.domains.toy.metrics import validity_of_law
+from emoe.domains.toy.densities import validity_of_law
 from emoe.evaluation.exact_toy import toy_measurements
 from emoe.exact import Mixture, chain_law, chain_laws, exact_nll, kl_data_model, law_error, repeated_laws, step_law
 from emoe.methods.base import MaskedDiffusion
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLM, MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.metrics import nearest_distance
 from emoe.rng import Rng
 from emoe.routing.routes import greedy, replay
 from emoe.types import Gate

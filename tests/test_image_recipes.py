@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import emoe
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import override
 from emoe.domains.images import Digits
-from emoe.domains.images import judge as judges
 from emoe.engine import checkpoint
 from emoe.engine.stepper import Stepper
 from emoe.evaluation.likelihood import estimate_nll, factorised_nll
@@ -97,7 +95,7 @@ def test_where_data_lies_and_how_it_is_saved_does_not_make_another_recipe() -> N
     recipe = get_recipe("mnist-mdlm")
     moved = customise(recipe, {"domain.root": "elsewhere", "train.max-file-mb": "8"})
     assert moved != recipe and moved.name == recipe.name
-    assert customise(recipe, {"domain.variant": "static"}).name == "mnist-mdlm domain.variant=static"
+    assert customise(recipe, {"domain.side": "28"}).name == "mnist-mdlm domain.side=28"
 
 
 # --- Digits ------------------------------------------------------------------------------------------------------
@@ -182,17 +180,7 @@ def test_samples_have_the_ties_between_pixels_that_real_digits_have(
     assert alike["model"] > 0.55 and abs(alike["independent"]) < 0.1
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No judge of another test or of the user."""
-    monkeypatch.setenv("EMOE_CACHE", str(tmp_path))
-    monkeypatch.setattr(judges, "_judges", {})
-    yield
-
-
-def test_a_judge_finds_samples_closer_to_real_digits(
-    mdlm: Trained, pools: dict[str, torch.Tensor], cache: None
-) -> None:
+def test_a_classifier_finds_samples_closer_to_real_digits(mdlm: Trained, pools: dict[str, torch.Tensor]) -> None:
     found = {name: {item.metric: item.value for item in mdlm.domain.measure(rows)} for name, rows in pools.items()}
     assert found["model"]["frechet"] < 0.6 * found["independent"]["frechet"]
     assert found["model"]["coverage"] > found["independent"]["coverage"]

@@ -17,9 +17,7 @@ from PIL import Image
 from emoe.backbones.base import total_parameters
 from emoe.backbones.unet import UNetConfig
 from emoe.config import ConfigError
-from emoe.domains.images import DigitsConfig, as_images, judge
-from emoe.domains.images.data import MASK
-from emoe.domains.images.film import EXPERTS, GAP, GROUND, Frame, Recorder, encode, palette, tile, write_film
+from emoe.domains.images import DigitsConfig
 from emoe.engine.trainer import TrainConfig
 from emoe.evaluation.image_blocks import (
     bpd_lines,
@@ -40,7 +38,7 @@ from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.pretrained import release
 from emoe.recipes import _RECIPES, all_recipes
-from emoe.rng import Rng, derive_seed
+from emoe.rng import derive_seed
 from emoe.runs import load_run
 from emoe.studies import images
 from emoe.types import Convention
@@ -67,13 +65,10 @@ def tiny_experiment(method: str) -> Experiment:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tiny_recipes(tmp_path_factory: pytest.TempPathFactory):
-    """Recipes `digits-...` of tiny networks, and one judge for all tests."""
+def tiny_recipes():
+    """Recipes `digits-...` of tiny networks."""
     all_recipes()  # those of the package are registered first, and come back
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EMOE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(judge, "_judges", {})
-        patch.setattr(judge, "SEEN", 6_000)  # a judge of little training
         for name in [name for name in _RECIPES if name.startswith("digits-")]:
             patch.delitem(_RECIPES, name)
         for method in METHODS:
@@ -373,67 +368,6 @@ def test_the_film_has_a_frame_for_every_step_and_one_before(finished):
         assert film.n_frames == images.FILM_STEPS + 1
         film.seek(images.FILM_STEPS)
         assert film.info["duration"] > 1_000
-
-
-def test_the_film_shows_what_was_sampled(tmp_path):
-    domain = DigitsConfig().build(0)
-    method = tiny_experiment("emoe").build_method(domain.space).eval()
-    recorder, gates = Recorder(3, 8), []
-
-    def on_step(event):
-        recorder(event)
-        gates.append([gate.expert[..., 0] for gate in event.latent])
-
-    rows = method.sample(3, 5, Rng(0), on_step=on_step)
-    frames = recorder.frames
-    assert len(frames) == 6 and (frames[0].images == MASK).all() and frames[0].experts == ()
-    assert np.array_equal(frames[-1].images, as_images(rows))
-    for frame, drawn in zip(frames[1:], gates, strict=True):
-        assert [maps.shape[1] for maps in frame.experts] == [4, 2, 2, 2, 4]
-        for maps, expert in zip(frame.experts, drawn, strict=True):
-            assert np.array_equal(maps.reshape(3, -1), expert.numpy())
-
-    data = encode(frames, 3, 2)
-    path = tmp_path / "new" / "film.gif"
-    write_film(frames, 3, path, largest=len(data))
-    assert path.stat().st_size <= len(data)
-    with Image.open(path) as film:
-        assert film.n_frames == 6
-        film.seek(5)
-        page = np.asarray(film.convert("RGB")).reshape(-1, 3)
-    colours = {tuple(colour) for colour in page.tolist()}
-    known = np.array(palette(3)).reshape(-1, 3)
-    used = {EXPERTS + int(expert) for maps in frames[-1].experts for expert in np.unique(maps)}
-    assert {tuple(known[number].tolist()) for number in used | {0, 1}} <= colours
-    assert tuple(known[MASK].tolist()) not in colours  # nothing is masked in the end
-
-
-def test_films_without_routes_and_with_many_experts(tmp_path):
-    masked = np.full((2, 8, 8), MASK, np.uint8)
-    write_film([Frame(masked), Frame(np.zeros_like(masked))], 0, tmp_path / "plain.gif")
-    with Image.open(tmp_path / "plain.gif") as film:
-        assert film.n_frames == 2
-    maps = np.arange(32, dtype=np.uint8).reshape(2, 4, 4)
-    write_film([Frame(masked), Frame(masked, (maps,))], 32, tmp_path / "many.gif")
-    with Image.open(tmp_path / "many.gif") as film:
-        assert film.n_frames == 2
-    assert len({*zip(*[iter(palette(32)[3 * EXPERTS :])] * 3, strict=True)}) == 32  # all experts differ
-    with pytest.raises(ValueError, match="at most 240 experts"):
-        write_film([Frame(masked)], 241, tmp_path / "no.gif")
-    with pytest.raises(ValueError, match="no frames"):
-        write_film([], 3, tmp_path / "no.gif")
-
-
-def test_tiles():
-    cells = np.stack([np.array([[0, 1], [1, 0]]), np.full((2, 2), 5)]).astype(np.uint8)
-    canvas = tile(cells, 4)
-    assert canvas.shape == (8 + GAP, 8 + GAP)
-    assert canvas[:4, :4].tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
-    assert (
-        (canvas[:4, 4 + GAP :] == 5).all()
-        and (canvas[4:] == GROUND).all()
-        and (canvas[:4, 4 : 4 + GAP] == GROUND).all()
-    )
 
 
 # --- tables

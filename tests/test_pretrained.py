@@ -27,7 +27,7 @@ from emoe.backbones.unet import UNetConfig
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.images import Digits, DigitsConfig, as_images, judge
+from emoe.domains.images import Digits, DigitsConfig, as_images, classifier
 from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 from emoe.evaluation.evaluate import evaluate
@@ -487,7 +487,7 @@ def test_the_command(digits: Run, rows: Run, capsys: pytest.CaptureFixture[str])
 
 def test_the_package_carries_at_most_16_mb() -> None:
     assert PACKAGED.is_dir()
-    files = [path for folder in (PACKAGED, judge.PACKAGED) for path in folder.rglob("*") if path.is_file()]
+    files = [path for folder in (PACKAGED, classifier.FOLDER) for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 16 * MB
 
 

@@ -24,7 +24,7 @@ COMMANDS = {
     "verify": "check a run, or random tiny models, against exact laws",
     "sweep": "search over settings: many small runs at once, ranked in a table",
     "reproduce": "run a table of the paper from end to end",
-    "data": "download and check MNIST, pack it for another machine, or turn text into rows of tokens",
+    "data": "download and check MNIST, or turn text into rows of tokens",
     "release": "export the weights of finished runs as a model to be opened by name",
     "report": "write an HTML report from results or runs",
     "demo": "train three methods in minutes and show the difference",

@@ -630,39 +630,28 @@ def cmd_sweep(words: list[str]) -> int:
 
 
 def cmd_data(words: list[str]) -> int:
-    """Fetch, check or pack data files, or prepare text."""
+    """Fetch or check data files, or prepare text."""
     if words[:1] == ["prepare"]:
         return prepare_text(words[1:])
     parser = Parser(
         prog="emoe data",
         description="mnist: download the four files of MNIST into DATA-ROOT/mnist, or check those that are there. "
-        "pack: write MNIST in black and white as one file of 2 MB, mnist-packed.npz, whose folder can be a data root "
-        "on another machine. prepare: turn text into rows of tokens, see emoe data prepare --help.",
+        "prepare: turn text into rows of tokens, see emoe data prepare --help.",
         examples=[
             "emoe data mnist",
             "emoe data mnist --data-root ~/data",
-            "emoe data pack --out packed",
             "emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news",
         ],
     )
-    parser.add_argument("what", metavar="mnist|pack|prepare", help="what to do")
-    parser.add_argument("--out", help="pack: the folder to write into")
+    parser.add_argument("what", metavar="mnist|prepare", help="what to do")
     add_data_root(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(words)
-    if args.what not in ("mnist", "pack"):
-        raise ConfigError([f"data: {args.what!r} is not known{hint(args.what, ['mnist', 'pack', 'prepare'])}"])
-    if (args.what == "pack") != (args.out is not None):
-        told = "give the folder to write into: --out DIR" if args.what == "pack" else "is for pack; use --data-root"
-        raise ConfigError([f"out: {told}"])
+    if args.what != "mnist":
+        raise ConfigError([f"data: {args.what!r} is not known{hint(args.what, ['mnist', 'prepare'])}"])
     from emoe.domains.images import files
-    from emoe.domains.images.data import write_packed
 
     root = files.data_root(args.data_root)
-    if args.what == "pack":
-        path = write_packed(root, Path(args.out))
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; use it with --data-root {shlex.quote(str(path.parent))}")
-        return 0
     folder = root or files.LOCAL
     if files.is_complete(folder):
         print(f"{folder}: all {len(files.ORIGINAL)} files of MNIST are there and checked; nothing to download")

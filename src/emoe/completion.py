@@ -20,6 +20,7 @@ from emoe.config import ConfigError
 from emoe.domains.base import DomainConfig, Ink
 from emoe.evaluation.pools import draw_pool
 from emoe.experiment import Experiment
+from emoe.figures.base import save
 from emoe.methods.base import Method
 from emoe.types import TokenSpace
 
@@ -69,7 +70,7 @@ class Completion:
 
     def picture(self, path: Source) -> None:
         """Draw the rows as they were read, what was kept, and completions."""
-        self.domain.draw_completions(self.rows, self.given, self.samples, self.space, Path(path))
+        save(self.domain.completion_figure(self.rows, self.given, self.samples, self.space), Path(path))
 
 
 def complete(

@@ -146,7 +146,7 @@ class Family(Config):
         found = set(cls.members)
         if cls.package:
             paths = importlib.import_module(cls.package).__path__
-            modules = {module.name for module in pkgutil.iter_modules(paths)} - {"base", "layers"}
+            modules = {module.name for module in pkgutil.iter_modules(paths)} - {"base", "layers", "metrics"}
             found |= (modules - set(cls.shared_modules().values())) | set(cls.shared_modules())
         return sorted(found)
 

@@ -89,7 +89,10 @@ class Experiment(Config):
 
 
 # Fields of schema 1 that are gone, with the value at which nothing is lost.
-DROPPED: dict[str, dict[str, Any]] = {"optim": {"scaled": None, "scale": 1.0}}
+DROPPED: dict[str, dict[str, Any]] = {
+    "optim": {"scaled": None, "scale": 1.0},
+    "domain": {"centres_seed": None, "variant": "threshold"},
+}
 LAST_SCHEMA_1 = "0.1.0"
 
 

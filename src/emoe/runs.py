@@ -6,7 +6,6 @@ A run folder holds `experiment.json`, `metrics.jsonl` and `checkpoints/`; the ex
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import threading
 from collections.abc import Mapping
@@ -146,12 +145,13 @@ def train(
     tensorboard: bool = False,
     stop: StopSignal | None = None,
     progress: Progress | None = None,
+    domain: Domain | None = None,
 ) -> Run:
     """Train a recipe (with fields overridden by `settings`) into `run_dir`.
 
     `resume=True` continues from the newest checkpoint, or starts if there is none; the experiment must be the one
     the folder was started with. `stop` and `progress` are for callers that watch for signals, or
-    show progress, over several runs.
+    show progress, over several runs. `domain` is the domain, if the caller has built it already.
 
     In a process that `torchrun` started, this is one of several that train the run together (see
     `emoe.engine.distributed`); all must call it with the same arguments and see the same folder.
@@ -162,9 +162,9 @@ def train(
     where = _own_device(device)
     parts = _parts(experiment)
     with joined(where) as world:
-        domain = experiment.domain.build(experiment.seed)
+        domain = domain or experiment.domain.build(experiment.seed)
         method = experiment.build_method(domain.space).to(where)
-        data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
+        data = domain.sha256
         told = json.dumps([to_dict(experiment), data, resume, torch.__version__])
         world.check_same(told, "they were started with other fields, data or versions; give all the same command")
         world.lead(lambda: _claim(path, experiment, resume, data, parts))

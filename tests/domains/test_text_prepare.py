@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import multiprocessing
 import os
 import re
 import resource
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,7 +187,7 @@ def test_lines_are_documents_where_no_line_is_empty(tmp_path, vocab):
 
 
 def test_preparing_needs_no_torch():
-    script = "import emoe.domains.text.prepare, emoe.domains.text.work, sys; assert 'torch' not in sys.modules"
+    script = "import emoe.domains.text.prepare, sys; assert 'torch' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=60).returncode == 0
 
@@ -324,25 +327,32 @@ def test_styles_are_told_by_names():
 
 
 RUN = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from emoe.domains.text.prepare import PrepareConfig, prepare
-folder, stop, jobs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder, stop, jobs, slow = Path(sys.argv[1]), *map(int, sys.argv[2:])
 count = 0
 def progress(*_):
     global count
     count += 1
     if count == stop:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(slow)
 config = PrepareConfig(length=4, jobs=jobs, split=(0.2, 0.1), slice_bytes=600)
 prepare(folder / "set", folder / "vocab.txt", [folder / "x.txt"], config=config, on_progress=progress)
 """
 
 
-def run(folder: Path, stop: int, jobs: int, **options: object) -> subprocess.CompletedProcess:
+def start(folder: Path, stop: int, jobs: int, *, slow: bool = False, **options: Any) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1])}
-    words = [sys.executable, "-c", RUN, str(folder), str(stop), str(jobs)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, **options)
+    words = [sys.executable, "-c", RUN, str(folder), str(stop), str(jobs), str(int(slow))]
+    return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
+def run(folder: Path, stop: int, jobs: int, **options: Any) -> tuple[int, str]:
+    """Exit code and errors of a process that prepares; it is killed after so many slices."""
+    process = start(folder, stop, jobs, **options)
+    return (lambda errors: (process.returncode, errors))(process.communicate(timeout=120)[1])
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -350,8 +360,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, vocab, jobs
     text = write(tmp_path / "x.txt", corpus())
     shared = {"split": (0.2, 0.1), "slice_bytes": 600}
     expected = prepare(tmp_path / "whole", vocab, [text], config=config(**shared))
-    done = run(tmp_path, 9, jobs)
-    assert done.returncode == -signal.SIGKILL and not (tmp_path / "set").exists()
+    assert run(tmp_path, 9, jobs)[0] == -signal.SIGKILL and not (tmp_path / "set").exists()
     parts = tmp_path / ".set.parts"
     assert len(list(parts.glob("*.json"))) >= 9
     victim = sorted(parts.glob("*.bin"))[0]
@@ -364,7 +373,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, vocab, jobs
 
 def test_a_changed_file_is_told_and_its_old_parts_are_not_used(tmp_path, vocab):
     text = write(tmp_path / "x.txt", corpus())
-    assert run(tmp_path, 9, 1).returncode == -signal.SIGKILL
+    assert run(tmp_path, 9, 1)[0] == -signal.SIGKILL
     changed = corpus().replace("a", "b", 5)
     write(text, changed)
     told: list[str] = []
@@ -383,27 +392,49 @@ def test_a_full_disk_leaves_no_set_and_can_go_on(tmp_path, vocab):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     for jobs in (1, 2):
-        done = run(tmp_path, -1, jobs, preexec_fn=limit)  # the parts fit, train.bin does not
-        assert "SpaceError" in done.stderr and "set: the disk is full" in done.stderr, done.stderr
-        assert "run the same command again" in done.stderr
+        _, errors = run(tmp_path, -1, jobs, preexec_fn=limit)  # the parts fit, train.bin does not
+        assert "SpaceError" in errors and "set: the disk is full" in errors, errors
+        assert "run the same command again" in errors
         assert not (tmp_path / "set").exists() and not (tmp_path / ".set.draft").exists()
-    assert run(tmp_path, -1, 1).returncode == 0 and (tmp_path / "set" / "manifest.json").exists()
+    assert run(tmp_path, -1, 1)[0] == 0 and (tmp_path / "set" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_disk_that_fills_while_parts_are_written(tmp_path, vocab, jobs):
     write(tmp_path / "x.txt", corpus(10))
-    done = run(tmp_path, -1, jobs, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
-    assert done.returncode == 1 and "SpaceError" in done.stderr and "the disk is full" in done.stderr, done.stderr
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # noqa: E731
+    code, errors = run(tmp_path, -1, jobs, preexec_fn=limit)
+    assert code == 1 and "SpaceError" in errors and "the disk is full" in errors, errors
     left = [path.name for path in (tmp_path / ".set.parts").iterdir()]
     assert not [name for name in left if ".bin" in name], "a torn part stayed"
 
 
-def test_a_process_that_dies_is_told(tmp_path, vocab, monkeypatch):
+def test_a_worker_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path, vocab):
     text = write(tmp_path / "x.txt", corpus())
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(DataError, match="died, perhaps for lack of memory; run the same command again"):
-        prepare(tmp_path / "set", vocab, [text], config=config(jobs=2, split=(0.1, 0.1)))
+    shared = {"split": (0.2, 0.1), "slice_bytes": 600}
+
+    def kill(*_: object) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(DataError, match="x.txt: a worker process died at line .* for lack of memory; run the same"):
+        prepare(tmp_path / "set", vocab, [text], config=config(jobs=2, **shared), on_progress=kill)
+    assert not (tmp_path / "set").exists()
+    again = prepare(tmp_path / "set", vocab, [text], config=config(jobs=2, **shared))
+    assert again.kept > 0
+    assert content(again.path) == content(prepare(tmp_path / "whole", vocab, [text], config=config(**shared)).path)
+
+
+def test_workers_end_when_the_run_is_killed(tmp_path, vocab):
+    write(tmp_path / "x.txt", corpus())
+    process = start(tmp_path, -1, 2, slow=True)
+    workers: list[psutil.Process] = []
+    while len(workers) < 2:  # the timeout of the test ends a loop without workers
+        children = psutil.Process(process.pid).children()
+        workers = [child for child in children if "spawn_main" in str(child.as_dict(["cmdline"])["cmdline"])]
+    process.kill()
+    process.communicate()
+    assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
 def test_a_set_is_prepared_by_one_run_at_a_time(tmp_path, vocab):

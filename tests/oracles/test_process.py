@@ -21,7 +21,7 @@ from emoe.diffusion.masking import (
 )
 from emoe.diffusion.schedule import CosineSchedule, LinearSchedule, LogLinearSchedule
 from emoe.diffusion.times import grid_times, stratified_times
-from emoe.domains.toy.metrics import ideal_factorised
+from emoe.domains.toy.densities import ideal_factorised
 from emoe.engine.optim import OptimConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig

@@ -14,7 +14,7 @@ from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
-from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
+from emoe.domains.toy.densities import overlap_of_law, validity_of_law
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.results import Row
 from emoe.exact import NODES, SAMPLES, chain_laws, kl_data_model

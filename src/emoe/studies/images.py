@@ -11,7 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +23,9 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
-from emoe.console import Tick, console_table, count_calls, meter
+from emoe.console import console_table, count_calls, meter
 from emoe.domains.base import DomainConfig
 from emoe.domains.images import Images, as_images, pack_rows, unpack_rows
-from emoe.domains.images.film import Recorder, write_film
-from emoe.domains.images.judge import judge_for
-from emoe.domains.images.pictures import mosaic
 from emoe.evaluation.evaluate import make_row, method_name
 from emoe.evaluation.grid import METHODS, measure
 from emoe.evaluation.image_blocks import (
@@ -50,6 +47,8 @@ from emoe.evaluation.pools import draw_pool
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import print_grid
 from emoe.experiment import Experiment, customise
+from emoe.figures.gif import Recorder, write_gif
+from emoe.figures.panels import mosaic
 from emoe.files import replace_file
 from emoe.methods.emoe import EMoE
 from emoe.pretrained import experiment_of, from_pretrained, released
@@ -354,8 +353,6 @@ class Chain:
 
     def _score(self, stage: Stage, run: Run, experiment: Experiment, domain: Images, place: str) -> None:
         """One stage, with progress."""
-        if isinstance(stage, int):
-            self._judge(domain)
         began = time.monotonic()
         name = "sizes" if stage is None else f"NFE {stage}" if isinstance(stage, int) else str(stage)
         label = f"{_label(experiment)}, {name} [{place}]"
@@ -383,7 +380,6 @@ class Chain:
             if self._is_late():
                 self.late += 1
                 continue
-            self._judge(domain)
             self.study.note(f"{domain.name}: real images")
             self.study.add(real_rows(domain, experiment, count))
 
@@ -462,20 +458,6 @@ class Chain:
     def _film(self, experiment: Experiment, path: Path) -> None:
         """The film of a run."""
         film(self._open(experiment), self._domain(experiment), path)
-
-    def _judge(self, domain: Images) -> None:
-        """Train the judge if this machine has none yet, with progress; measures would do it in silence."""
-        if domain.labels is None:
-            return
-        with ExitStack() as stack:
-            tick: list[Tick] = []
-
-            def show_step(step: int, total: int) -> None:
-                if not tick:
-                    tick.append(stack.enter_context(meter(total, "judge of digits", quiet=self.study.quiet)))
-                tick[0](1, "")
-
-            judge_for(domain, "cuda" if torch.cuda.is_available() else "cpu", on_progress=show_step)
 
     def _reached(self, experiment: Experiment) -> int:
         """Steps of the run, if it has begun."""
@@ -654,4 +636,4 @@ def film(run: Run, domain: Images, path: Path, *, images: int = FILM_IMAGES, ste
     recorder = Recorder(images, domain.side)
     rng = Rng(derive_seed(run.experiment.seed, "film"), device=next(run.method.parameters()).device)
     run.method.sample(images, steps, rng, on_step=recorder)
-    write_film(recorder.frames, run.method.config.experts, path)
+    write_gif(recorder.frames, run.method.config.experts, path)

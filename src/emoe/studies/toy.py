@@ -12,14 +12,15 @@ from emoe.commands import parse_numbers, split_settings
 from emoe.config import ConfigError
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
-from emoe.domains.toy.figures import grid_picture
-from emoe.domains.toy.metrics import ideal_factorised, validity_of_law
+from emoe.domains.toy.densities import CELLS, ideal_factorised, validity_of_law
 from emoe.evaluation.evaluate import make_row
 from emoe.evaluation.exact_toy import exact_rows
 from emoe.evaluation.grid import METHODS, toy_grid
 from emoe.evaluation.results import Results, Row
 from emoe.evaluation.tables import print_grid, toy_tables
 from emoe.experiment import customise
+from emoe.figures.base import save
+from emoe.figures.panels import histogram_grid
 from emoe.recipes import get_recipe
 from emoe.rng import derive_seed
 from emoe.studies.base import Pools, Study, make_study
@@ -116,16 +117,16 @@ def figures(pools: Pools, domains: dict[str, Domain], seed: int, folder: Path) -
     methods = [name for name in METHODS if any(key[1] == name for key in pools)]
     summary = {}
     for data, toy in domains.items():
-        truth = toy.fresh(20_000, seed)
+        truth = toy.fresh(20_000, seed).numpy()
         sweep = {
             METHODS[m]: {"ground truth": truth}
-            | {f"NFE {n}": pools[data, m, seed, n] for n in SWEEP if (data, m, seed, n) in pools}
+            | {f"NFE {n}": pools[data, m, seed, n].numpy() for n in SWEEP if (data, m, seed, n) in pools}
             for m in methods
         }
-        grid_picture(sweep, folder / f"toy-{data}.png")
-        first = {METHODS[m]: pools[data, m, seed, 1] for m in methods if (data, m, seed, 1) in pools}
+        save(histogram_grid(sweep, CELLS), folder / f"toy-{data}.png")
+        first = {METHODS[m]: pools[data, m, seed, 1].numpy() for m in methods if (data, m, seed, 1) in pools}
         summary[data] = {"ground truth": truth, **first}
-    grid_picture(summary, folder / "toy-summary.png")
+    save(histogram_grid(summary, CELLS), folder / "toy-summary.png")
 
 
 def print_gaps(results: Results) -> None:

@@ -1,4 +1,4 @@
-"""Reading and checking a file of rows; every fault is a `DataError` that names the place and the remedy."""
+"""Reading and checking a file of rows; every fault is a `DataError` that names its position and the remedy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import csv
 import itertools
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from emoe.domains.base import DataError
 
@@ -22,13 +22,13 @@ BROKEN = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImpl
 
 
 class Table(NamedTuple):
-    """What a file holds, before its values are checked."""
+    """The values of a file before they are checked."""
 
     values: np.ndarray
     lines: list[int] | None = None  # line of the text file each row came from
 
-    def place(self, wrong: np.ndarray) -> str:
-        """The first place marked in `wrong` (the shape of the values), as a person would look for it."""
+    def first(self, wrong: Bool[np.ndarray, "..."]) -> str:
+        """The first value marked in `wrong` (the shape of the values), with its position."""
         row, column = (int(i) for i in np.argwhere(wrong)[0])
         value = f"holds {self.values[row, column]}"
         if self.lines is not None:
@@ -37,11 +37,7 @@ class Table(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> Table:
-    """Read a file of rows.
-
-    Args:
-        path: A .npy, .npz or .csv file.
-        key: Name of the array in an .npz file; not needed where it holds only one.
+    """Read a .npy, .npz or .csv file of rows; `key` names the array of an .npz file that holds several.
 
     Raises:
         DataError: The file is missing, of another type, damaged, or does not hold numbers.
@@ -55,7 +51,9 @@ def read(path: Path, key: str | None = None) -> Table:
     if ending in (".npy", ".npz"):
         return read_numpy(path, key)
     if ending == ".csv":
-        return _read_csv(path)
+        return read_csv(
+            path, "which is not a number; write the rows alone, without row names and with at most one header line"
+        )
     what = f"{ending} files" if ending else "a file without an ending"
     raise DataError(f"{path}: cannot read {what}; save the rows as .npy, .npz or .csv")
 
@@ -65,15 +63,13 @@ def read_numpy(path: Path, key: str | None = None) -> Table:
     try:
         with path.open("rb") as file:  # np.load would leave a damaged archive open
             loaded: Any = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return Table(loaded)
-            return Table(loaded[_array_name(path, loaded.files, key)])
+            return Table(loaded if isinstance(loaded, np.ndarray) else loaded[_array_name(path, loaded.files, key)])
     except DataError:
         raise
     except BROKEN as error:
         if "pickle" in str(error):
             raise DataError(
-                f"{path}: holds pickled objects or is no NumPy file; pickles can run code and stay shut. "
+                f"{path}: holds pickled objects or is no NumPy file; pickles can run code and are not opened. "
                 f"Save a plain array: {AS_INTEGERS}"
             ) from None
         raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); write it again") from None
@@ -90,50 +86,52 @@ def _array_name(path: Path, names: list[str], key: str | None) -> str:
     return key
 
 
-def _read_csv(path: Path) -> Table:
-    """Numbers separated by semicolons, commas or white space; a first line without any number is a header."""
-    found = read_cells(path)
-    if found and not any(map(is_number, found[0][1])):
-        found = found[1:]
-    for number, line in found:
-        wrong = next((i for i, cell in enumerate(line) if not is_number(cell)), None)
-        if wrong is not None:
-            raise DataError(
-                f"{path}: line {number}, column {wrong + 1} holds {line[wrong]!r}, which is not a number; "
-                "write the rows alone, without row names and with at most one header line"
-            )
-        first, width = found[0][0], len(found[0][1])
-        if len(line) != width:
-            raise DataError(
-                f"{path}: line {number} has {len(line)} values, but line {first} has {width}; "
-                "all rows must be equally long"
-            )
-    values = np.array([[float(cell) for cell in line] for _, line in found])
-    return Table(values, [number for number, _ in found])
-
-
-def read_cells(path: Path) -> list[tuple[int, list[str]]]:
-    """`cells` of a text file."""
+def read_csv(path: Path, remedy: str, holes: Sequence[str] = ()) -> Table:
+    """Numbers of a text file, see `parse`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return list(cells(file))
+            return parse(file, lambda text: DataError(f"{path}: {text}"), remedy, holes)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
 
 
-def cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def parse(lines: Iterable[str], fault: Callable[[str], Exception], remedy: str, holes: Sequence[str] = ()) -> Table:
+    """Numbers separated by semicolons, commas or white space; a first line without any number is a header.
+
+    Args:
+        lines: Lines of text.
+        fault: Makes an error of a message.
+        remedy: End of the message about a cell that is no number.
+        holes: Cells that become NaN.
+    """
+    found = list(_cells(lines))
+    if found and not any(cell in holes or _is_number(cell) for cell in found[0][1]):
+        found = found[1:]
+    for number, cells in found:
+        wrong = next((i for i, cell in enumerate(cells) if cell not in holes and not _is_number(cell)), None)
+        if wrong is not None:
+            raise fault(f"line {number}, column {wrong + 1} holds {cells[wrong]!r}, {remedy}")
+        first, width = found[0][0], len(found[0][1])
+        if len(cells) != width:
+            raise fault(
+                f"line {number} has {len(cells)} values, but line {first} has {width}; all rows must be equally long"
+            )
+    values = [[np.nan if cell in holes else float(cell) for cell in cells] for _, cells in found]
+    return Table(np.array(values), [number for number, _ in found])
+
+
+def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank; the first one decides what separates cells."""
-    mark = ""
+    separator = ""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        mark = mark or next((sign for sign in ";," if sign in line), " ")
-        parts = line.split() if mark == " " else next(csv.reader([line], delimiter=mark))
-        yield number, [part.strip() for part in parts]
+        separator = separator or next((sign for sign in ";," if sign in line), " ")
+        cells = line.split() if separator == " " else next(csv.reader([line], delimiter=separator))
+        yield number, [cell.strip() for cell in cells]
 
 
-def is_number(cell: str) -> bool:
-    """Whether a cell of a text file is a number."""
+def _is_number(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
@@ -145,7 +143,7 @@ def as_symbols(table: Table, path: Path) -> Int[np.ndarray, "N L"]:
     """The values as int64 symbols 0..max, every one of which occurs.
 
     Raises:
-        DataError: Naming the first offending place and the remedy.
+        DataError: Naming the first wrong value, its position and the remedy.
     """
     _check_shape(table.values, path)
     _check_values(table, path)
@@ -170,12 +168,12 @@ def _check_values(table: Table, path: Path) -> None:
     if x.dtype.kind == "f":
         if not (finite := np.isfinite(x)).all():
             remedy = "remove such rows or give missing values a symbol of their own"
-            raise DataError(f"{path}: {table.place(~finite)}, not a number; {remedy}")
+            raise DataError(f"{path}: {table.first(~finite)}, not a number; {remedy}")
         if (broken := x != np.floor(x)).any():
             remedy = "cut real values into bins first: np.digitize(x, edges)"
-            raise DataError(f"{path}: {table.place(broken)}, not a whole number; {remedy}")
+            raise DataError(f"{path}: {table.first(broken)}, not a whole number; {remedy}")
     if x.dtype.kind in "if" and (negative := x < 0).any():
-        raise DataError(f"{path}: {table.place(negative)}, but symbols start at 0; {RENUMBER}")
+        raise DataError(f"{path}: {table.first(negative)}, but symbols start at 0; {RENUMBER}")
 
 
 def _check_symbols(used: np.ndarray, path: Path) -> None:
