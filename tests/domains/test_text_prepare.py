@@ -225,7 +225,7 @@ def test_folders_are_sorted_by_their_names_and_tell_what_is_left_out(tmp_path, v
     (folder / "test.txt").write_text("d c b a\n")
     (folder / "valid.txt").write_text("b a b a\n")
     told: list[str] = []
-    found = find_sources({"": [folder]}, "auto", told.append)
+    found = find_sources({None: [folder]}, "auto", told.append)
     assert [(source.path.name, source.split) for source in found] == [
         ("a-train.txt", "train"), ("b-train.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")
     ]  # fmt: skip
@@ -393,7 +393,7 @@ def test_a_full_disk_leaves_no_set_and_can_go_on(tmp_path, vocab):
 
     for jobs in (1, 2):
         _, errors = run(tmp_path, -1, jobs, preexec_fn=limit)  # the parts fit, train.bin does not
-        assert "SpaceError" in errors and "set: the disk is full" in errors, errors
+        assert "StorageError" in errors and "set: the disk is full" in errors, errors
         assert "run the same command again" in errors
         assert not (tmp_path / "set").exists() and not (tmp_path / ".set.draft").exists()
     assert run(tmp_path, -1, 1)[0] == 0 and (tmp_path / "set" / "manifest.json").exists()
@@ -404,7 +404,7 @@ def test_a_disk_that_fills_while_parts_are_written(tmp_path, vocab, jobs):
     write(tmp_path / "x.txt", corpus(10))
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # noqa: E731
     code, errors = run(tmp_path, -1, jobs, preexec_fn=limit)
-    assert code == 1 and "SpaceError" in errors and "the disk is full" in errors, errors
+    assert code == 1 and "StorageError" in errors and "the disk is full" in errors, errors
     left = [path.name for path in (tmp_path / ".set.parts").iterdir()]
     assert not [name for name in left if ".bin" in name], "a torn part stayed"
 

@@ -62,9 +62,8 @@ class Ties(Domain):
 
     def __init__(self, config: TiesConfig, seed: int):
         length, symbols = config.length, config.symbols
-        self.name, self.seed = f"{config.family}-L{length}", seed
-        if symbols != SYMBOLS:
-            self.name += f"-S{symbols}"
+        self.name = f"{config.family}-L{length}" + (f"-S{symbols}" if symbols != SYMBOLS else "")
+        self.seed = seed
         self.space = TokenSpace(size=symbols + 1, mask_id=symbols, length=length)
         self.tie, self.groups = layout(config.family, length, symbols)
         self.rows = self._draw(config.points, "train")
@@ -86,10 +85,7 @@ class Ties(Domain):
         return self.tie.choices() / self.tie.symbols**self.tie.size
 
     def ideal(self, steps: int) -> float:
-        """The metric `ties` of the best factorised T-step chain, in percent; 100 * chance for T = 1.
-
-        For pairs, copies and blocks it is 100 * (1 - 1/T + 1/(T S)).
-        """
+        """The metric `ties` of the best factorised T-step chain, in percent: 100 * (1 - 1/T + 1/(T S)) for pairs."""
         return 100 * self.tie.ideal(steps)
 
     def entropy(self) -> float:
@@ -153,8 +149,7 @@ class Ties(Domain):
 class Tie(ABC):
     """A uniform law over the contents of a group of `size` positions with symbols 0..S-1.
 
-    Any size - 1 symbols fix the last one and are themselves independent and uniform, so S^(size - 1) contents are
-    allowed. A subclass for which this does not hold replaces `choices` and `agreement`.
+    By default any size - 1 symbols fix the last one and are themselves independent and uniform.
     """
 
     def __init__(self, symbols: int, size: int):
@@ -173,11 +168,8 @@ class Tie(ABC):
         return int(self.symbols ** (self.size - 1))
 
     def agreement(self, known: int, drawn: int) -> float:
-        """P(the tie is not broken yet) after `drawn` symbols were drawn independently given the same `known` ones.
-
-        Only the last symbol is fixed by the others: where several are drawn at once and complete the group, they are
-        uniform and agree by chance.
-        """
+        """P(the tie is not broken yet) after `drawn` symbols were drawn independently given the same `known` ones."""
+        # Several that are drawn at once and complete the group are uniform and agree by chance.
         return 1 / self.symbols if drawn > 1 and known + drawn == self.size else 1.0
 
     def ideal(self, steps: int) -> float:

@@ -45,15 +45,7 @@ MOST = 8  # lines, and completions in a line, of a figure of completions
 
 
 class Images(Domain):
-    """Binary images with a fixed test split; rows are kept as uint8, batches and fresh rows are int64.
-
-    Args:
-        name: The `data` column of results.
-        rows: Training rows.
-        test_rows: Rows of the test split.
-        labels: Classes of the training rows.
-        test_labels: Classes of the test rows.
-    """
+    """Binary images with a fixed test split; rows are kept as uint8, batches and fresh rows are int64."""
 
     classifier: ClassVar[str] = ""  # name of a classifier of the package; without one measures are those of pixels
 
@@ -173,11 +165,7 @@ class DigitsConfig(ImagesConfig, kind="digits"):
 
 
 def read_part(images: Path, labels: Path, side: int) -> tuple[UInt8[Tensor, "N L"], Int[Tensor, " N"]]:
-    """Rows and classes of a training or test part.
-
-    Raises:
-        DataError: A file is damaged, or they do not fit each other.
-    """
+    """Rows and classes of a training or test part."""
     for path in (images, labels):
         files.verify(path)
     greys, classes = files.read_idx(images), files.read_idx(labels)
@@ -204,11 +192,7 @@ def as_images(rows: Integer[Tensor, "n L"]) -> UInt8[np.ndarray, "n S S"]:
 
 
 def pack_rows(rows: Integer[Tensor, "n L"]) -> UInt8[np.ndarray, "n _B"]:
-    """Eight pixels in a byte, the first one in the highest bit.
-
-    Raises:
-        ValueError: L is no multiple of 8, or a pixel is neither 0 nor 1, for instance masked.
-    """
+    """Eight pixels in a byte, the first one in the highest bit."""
     if rows.shape[1] % 8:
         raise ValueError(f"rows of {rows.shape[1]} pixels do not fill whole bytes")
     if ((rows != 0) & (rows != 1)).any():

@@ -26,7 +26,6 @@ from emoe.files import replace_file
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 LARGEST = 2**30  # bytes a file may hold when it is unpacked
 UNSIGNED_BYTE = 0x08  # the only type of an IDX file that images and labels have
-FOLDERS = ("mnist", "")  # below the data root
 LOCAL = Path("data")  # in the current folder
 TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
@@ -76,20 +75,13 @@ def data_root(explicit: str | None = None) -> Path | None:
 
 
 def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
-    """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or in the root itself.
-
-    Raises:
-        DataError: Files are missing; it says which ones and where they were searched.
-    """
-    found: dict[str, Path] = {}
-    folders = [] if root is None else [root / folder for folder in FOLDERS]
-    for name in names:
-        paths = [folder / (name + ending) for folder in folders for ending in (".gz", "")]
-        if whole := [path for path in paths if path.is_file()]:
-            found[name] = whole[0]
-    missing = [name for name in names if name not in found]
+    """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or in the root itself."""
+    folders = [] if root is None else [root / "mnist", root]
+    paths = {name: [folder / (name + end) for folder in folders for end in (".gz", "")] for name in names}
+    found = {name: next((path for path in paths[name] if path.is_file()), None) for name in names}
+    missing = [name for name, path in found.items() if path is None]
     if not missing:
-        return found
+        return {name: path for name, path in found.items() if path is not None}
     where = f"no data folder is named and ./{LOCAL} does not exist"
     if folders:
         where = "looked in " + ", ".join(map(str, folders))
@@ -100,11 +92,7 @@ def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
 
 
 def verify(path: Path) -> None:
-    """Compare a published file with its known size and checksum; files of other names pass.
-
-    Raises:
-        DataError: The file is not the published one.
-    """
+    """Compare a published file with its known size and checksum; files of other names pass."""
     known = KNOWN.get(path.name.removesuffix(".gz"))
     if known is None:
         return
@@ -132,9 +120,6 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 
     Header: two zero bytes, the type (0x08), the number of axes, then the length of each as a big-endian 32-bit
     number; the values follow, last axis fastest. Never more is unpacked than the header promises and one byte.
-
-    Raises:
-        DataError: No such file, another format or type, damaged, too short, too long, or over 1 GiB.
     """
     try:
         with path.open("rb") as file:
@@ -176,13 +161,7 @@ def _urlopen(url: str) -> io.BufferedIOBase:
 
 
 def download_mnist(root: Path, *, fetch: Opener = _urlopen, on_progress: Progress | None = None) -> list[Path]:
-    """Download the four original files into `root`/mnist; files that are whole stay. Returns their paths.
-
-    A file is written only when its checksum is right.
-
-    Raises:
-        DataError: No network, no such file at the mirror, another content, or a folder that cannot be written.
-    """
+    """Download the four original files into `root`/mnist; files that are whole stay. Returns their paths."""
     folder = Path(root) / "mnist"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,17 +17,10 @@ HALF = 128  # a grey value from which on a pixel is light
 
 
 def read_image(path: Path, side: int, inner: int | None = None, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
-    """An image file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
+    """A PNG file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
 
-    Args:
-        path: A PNG file of any mode. Transparent pixels are paper.
-        side: Edge S of the model's images.
-        inner: A smaller edge that is allowed too; paper is put around it.
-        ink: dark or light; auto takes the border's shade for paper, or, where the border is transparent, the shade
-            that most of the rest does not have.
-
-    Raises:
-        DataError: No such file, no PNG, or another size.
+    Transparent pixels are paper. Images of the edge `inner` get a margin of paper. `ink` auto takes the border's shade
+    for paper, or, where the border is transparent, the shade that most of the rest does not have.
     """
     grey, alpha = _pixels(path, side, inner)
     if ink == "auto":
@@ -82,12 +75,7 @@ def _centred(values: np.ndarray, side: int, margin: int) -> np.ndarray:
 
 
 def read_region(text: str, side: int, inner: int | None = None) -> Bool[Tensor, " L"]:
-    """Pixels that stay: a name of `named_regions`, none, a PNG mask (white stays), or positions counted line by line.
-
-    Raises:
-        ConfigError: An unknown name, or all.
-        DataError: A mask file that cannot be used.
-    """
+    """Pixels that stay: a name of `named_regions`, none, a PNG mask (white stays), or positions, line by line."""
     if text.lower().endswith(".png"):
         return read_mask(Path(text), side, inner)
     regions = named_regions(side)
@@ -104,11 +92,6 @@ def named_regions(side: int) -> dict[str, Bool[Tensor, "S S"]]:
     line, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     half, quarter = side // 2, side // 4
     centre = (line >= quarter) & (line < side - quarter) & (column >= quarter) & (column < side - quarter)
-    return {
-        "top-half": line < half,
-        "bottom-half": line >= side - half,
-        "left-half": column < half,
-        "right-half": column >= side - half,
-        "centre": centre,
-        "border": ~centre,
-    }
+    halves = {"top-half": line < half, "bottom-half": line >= side - half}
+    halves |= {"left-half": column < half, "right-half": column >= side - half}
+    return halves | {"centre": centre, "border": ~centre}

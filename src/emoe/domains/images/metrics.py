@@ -57,15 +57,9 @@ def measure_images(
     classifier: Classifier | None = None,
     labels: Int[Tensor, " m"] | None = None,
 ) -> list[Measurement]:
-    """All measures of a pool of samples.
+    """All measures of samples against the rows of the test split; those of features need a classifier.
 
-    Args:
-        samples: Rows without masks.
-        real: Rows of the test split.
-        trained: Training rows.
-        seed: Picks the rows that are compared where there are too many, and the folds behind standard errors.
-        classifier: A classifier of real digits; without it measures of features are left out.
-        labels: Classes of the test split, for the accuracy of the classifier.
+    `seed` picks the rows that are compared where there are too many, and the folds behind standard errors.
     """
     _check(samples, real)
     samples = samples.cpu()[_order(len(samples), seed, "samples")]

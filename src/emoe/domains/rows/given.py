@@ -25,59 +25,48 @@ TYPED = re.compile(r"[\d\s,;?+-]+")  # a row that is written out, which is no na
 
 
 def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
-    """Rows with the mask where a token is wanted.
+    """Rows with the mask where a token is wanted, from a .npy or .csv file of rows, or one such row, `12,?`.
 
-    Args:
-        source: A .npy or .csv file of rows of L tokens, or one such row, `12,?`. `?`, an empty cell, NaN and -1 mark
-            positions to fill in.
-        space: The tokens there are.
-
-    Raises:
-        DataError: A file that is missing, damaged, or holds something else.
-        ConfigError: Words that are neither a row nor a file.
+    `?`, an empty cell, NaN and -1 mark positions to fill in.
     """
     path, ending = Path(source), Path(source).suffix.lower()
-    fault: Callable[[str], Exception]
+    fail: Callable[[str], Exception]
     if TYPED.fullmatch(source):
-        fault = lambda text: ConfigError([f"given: {source!r}: {text}"])  # noqa: E731
-        table = parse([source], fault, NO_TOKEN, HOLES)
+        fail = lambda text: ConfigError([f"given: {source!r}: {text}"])  # noqa: E731
+        table = parse([source], fail, NO_TOKEN, HOLES)
     elif ending not in (".npy", ".csv"):
         raise ConfigError([f"given: {source!r} is neither a .npy or .csv file nor a row such as 12,?"])
     elif not path.is_file():
         raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; --given takes a file of rows")
     else:
-        fault = lambda text: DataError(f"{path}: {text}")  # noqa: E731
+        fail = lambda text: DataError(f"{path}: {text}")  # noqa: E731
         table = read_numpy(path) if ending == ".npy" else read_csv(path, NO_TOKEN, HOLES)
-    return _tokens(table, space, fault)
+    return _tokens(table, space, fail)
 
 
-def _tokens(table: Table, space: TokenSpace, fault: Callable[[str], Exception]) -> Int[Tensor, "m L"]:
+def _tokens(table: Table, space: TokenSpace, fail: Callable[[str], Exception]) -> Int[Tensor, "m L"]:
     x = table.values
     if not x.size:
-        raise fault("holds no rows; write tokens, and ? where one is wanted")
+        raise fail("holds no rows; write tokens, and ? where one is wanted")
     if x.dtype.kind not in "biuf":
-        raise fault(f"holds values of type {x.dtype}; save whole numbers, -1 where a token is wanted")
+        raise fail(f"holds values of type {x.dtype}; save whole numbers, -1 where a token is wanted")
     x = x[None] if x.ndim == 1 else x
     if x.ndim != 2 or x.shape[1] != space.length:
-        raise fault(f"has shape {x.shape}; rows of {space.length} tokens are needed")
+        raise fail(f"has shape {x.shape}; rows of {space.length} tokens are needed")
     table = Table(x, table.lines)
     x = x.astype(np.float64)
     wanted = np.isnan(x) | (x == -1)
     x = np.where(wanted, space.mask_id, x)
     if (broken := x != np.floor(x)).any():
-        raise fault(f"{table.first(broken)}, not a whole number; write ? where a token is wanted")
+        raise fail(f"{table.first(broken)}, not a whole number; write ? where a token is wanted")
     if (strange := ((x < 0) | (x >= space.size) | (x == space.mask_id)) & ~wanted).any():
         top = f"0..{space.size - 2}" if space.mask_id == space.size - 1 else f"0..{space.size - 1} but {space.mask_id}"
-        raise fault(f"{table.first(strange)}, but tokens are {top}; write ? where one is wanted")
+        raise fail(f"{table.first(strange)}, but tokens are {top}; write ? where one is wanted")
     return torch.from_numpy(x.astype(np.int64))
 
 
 def read_positions(text: str, length: int) -> Bool[Tensor, " L"]:
-    """Positions counted from 0, `0-9,20`, or none.
-
-    Raises:
-        ConfigError: Something else, positions outside the row, or all of them.
-    """
+    """Positions counted from 0, `0-9,20`, or none."""
     kept = torch.zeros(length, dtype=torch.bool)
     if text == "none":
         return kept

@@ -56,12 +56,14 @@ class TextConfig(DomainConfig, kind="text"):
         """Texts with holes (see `emoe.domains.text.given`), as they are or in a .txt file; or tokens in .npy, .csv."""
         if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
             return super().read_given(source, space, ink=ink)
-        prepared = PreparedSet.open(Path(self.path))
-        return read_texts(source, prepared.vocabulary, space, wrap=prepared.manifest.get("packing") == "wrap")
+        manifest = read_manifest(Path(self.path))
+        vocabulary = vocabulary_of(Path(self.path), manifest)
+        return read_texts(source, vocabulary, space, wrap=manifest.get("packing") == "wrap")
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         """Rows as text, special tokens by their names."""
-        return PreparedSet.open(Path(self.path)).decode(rows)
+        vocabulary = vocabulary_of(Path(self.path), read_manifest(Path(self.path)))
+        return [vocabulary.decode(row) for row in rows.tolist()]
 
     def completion_figure(
         self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace
@@ -69,65 +71,6 @@ class TextConfig(DomainConfig, kind="text"):
         """The texts as they were given, the words that were kept, and completions, side by side."""
         pools = completion_pools(rows, given, samples).items()
         return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools})
-
-
-@dataclass(frozen=True)
-class PreparedSet:
-    """A folder that `emoe data prepare` wrote."""
-
-    folder: Path
-    manifest: dict[str, Any]
-
-    @classmethod
-    def open(cls, folder: Path) -> PreparedSet:
-        """Read the manifest.
-
-        Raises:
-            DataError: No such folder, no set in it, or one of another version.
-        """
-        return cls(folder, read_manifest(folder))
-
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        """The words of the tokenizer that the set was made with.
-
-        Raises:
-            DataError: Its file is missing, damaged or another one.
-        """
-        wanted = self.manifest["tokenizer"]
-        try:
-            vocabulary = read_vocabulary(self.folder / wanted["file"])
-        except Fault as fault:
-            raise DataError(str(fault)) from None
-        if vocabulary.sha256 != wanted["sha256"]:
-            raise DataError(f"{vocabulary.path}: is not the tokenizer the set was made with; {AGAIN}")
-        return vocabulary
-
-    def decode(self, rows: Integer[Tensor, "n L"]) -> list[str]:
-        """Rows as text, special tokens by their names."""
-        return [self.vocabulary.decode(row) for row in rows.tolist()]
-
-    def open_rows(self, split: str, *, verify: bool) -> UInt16[Tensor, "N L"]:
-        """Rows of a split, mapped into memory: nothing is read before it is used, but for the checksum.
-
-        Raises:
-            DataError: The file is missing or not the one that was written.
-        """
-        entry = self.manifest["splits"][split]
-        path, shape = self.folder / f"{split}.bin", (entry["rows"], self.manifest["length"])
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                if size != shape[0] * shape[1] * TOKEN.itemsize:
-                    raise DataError(
-                        f"{path}: has {size:,} bytes, not those of {shape[0]:,} rows of {shape[1]}; {AGAIN}"
-                    )
-                if verify and hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    raise DataError(f"{path}: is damaged, its sha256 is not that of {MANIFEST}; {AGAIN}")
-            # Private pages: the file may be read-only, and changes of the tensor do not reach it.
-            return torch.from_numpy(np.memmap(path, TOKEN, mode="c", shape=shape))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be opened ({error.strerror or error}); {AGAIN}") from None
 
 
 class Text(Domain):
@@ -142,8 +85,8 @@ class Text(Domain):
 
     def __init__(self, config: TextConfig, folder: Path | None = None):
         self.name = Path(config.path).resolve().name if folder is None else Path(config.path).name
-        self.prepared = PreparedSet.open(folder or Path(config.path))
-        self.manifest = self.prepared.manifest
+        self._folder = folder or Path(config.path)
+        self.manifest = read_manifest(self._folder)
         self.space = TokenSpace(
             size=self.manifest["size"], mask_id=self.manifest["special"]["mask"], length=self.manifest["length"]
         )
@@ -151,22 +94,24 @@ class Text(Domain):
         self.held_out = ("test" if "test" in splits else "valid") if config.held_out == "auto" else config.held_out
         for split in ("train", self.held_out):
             if split not in splits:
-                folder = self.prepared.folder
-                raise DataError(f"{folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out")
-        self.rows = self.prepared.open_rows("train", verify=config.verify)
-        self.test_rows = self.prepared.open_rows(self.held_out, verify=config.verify)
+                raise DataError(
+                    f"{self._folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out"
+                )
+        self.rows, self.test_rows = (
+            open_rows(self._folder, self.manifest, split, verify=config.verify) for split in ("train", self.held_out)
+        )
         self.fresh_rows = len(self.test_rows)
         if config.verify:
             self.sha256 = splits["train"]["sha256"]  # the file was hashed when it was opened
 
-    @property
+    @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The words of the set's tokenizer."""
-        return self.prepared.vocabulary
+        return vocabulary_of(self._folder, self.manifest)
 
     def decode(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         """Rows as text, special tokens by their names."""
-        return self.prepared.decode(rows)
+        return [self.vocabulary.decode(row) for row in rows.tolist()]
 
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
         """`n` held-out rows, drawn by `seed` without replacement."""
@@ -198,11 +143,7 @@ class Text(Domain):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared set.
-
-    Raises:
-        DataError: No such folder, no set in it, or one of another version.
-    """
+    """The manifest of a prepared set."""
     path = folder / MANIFEST
     if not path.is_file():
         what = "holds no prepared text" if folder.is_dir() else "does not exist"
@@ -223,3 +164,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read, damaged ({error!r}); {AGAIN}") from None
     return manifest
+
+
+def vocabulary_of(folder: Path, manifest: Mapping[str, Any]) -> Vocabulary:
+    """The words of the tokenizer that a set was made with."""
+    wanted = manifest["tokenizer"]
+    try:
+        vocabulary = read_vocabulary(folder / wanted["file"])
+    except Fault as fault:
+        raise DataError(str(fault)) from None
+    if vocabulary.sha256 != wanted["sha256"]:
+        raise DataError(f"{vocabulary.path}: is not the tokenizer the set was made with; {AGAIN}")
+    return vocabulary
+
+
+def open_rows(folder: Path, manifest: Mapping[str, Any], split: str, *, verify: bool) -> UInt16[Tensor, "N L"]:
+    """Rows of a split, mapped into memory: nothing is read before it is used, but for the checksum."""
+    entry = manifest["splits"][split]
+    path, shape = folder / f"{split}.bin", (entry["rows"], manifest["length"])
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size != shape[0] * shape[1] * TOKEN.itemsize:
+                raise DataError(f"{path}: has {size:,} bytes, not those of {shape[0]:,} rows of {shape[1]}; {AGAIN}")
+            if verify and hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                raise DataError(f"{path}: is damaged, its sha256 is not that of {MANIFEST}; {AGAIN}")
+        # Private pages: the file may be read-only, and changes of the tensor do not reach it.
+        return torch.from_numpy(np.memmap(path, TOKEN, mode="c", shape=shape))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened ({error.strerror or error}); {AGAIN}") from None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 Style = Literal["lm1b", "wikitext", "none"]
-STYLES: tuple[Style, ...] = get_args(Style)
+Detokenise = Literal["auto", "lm1b", "wikitext", "none"]  # auto: by the name of the file
 
 _ADDRESSES = tuple((f"{scheme} : / / ", f"{scheme}://") for scheme in ("http", "https"))
 # Replacements for a sign between two spaces.
@@ -50,7 +50,7 @@ def wikitext(line: str) -> str:
     return _CUT.sub(r"\1", line)
 
 
-RULES: dict[Style, Callable[[str], str] | None] = {"lm1b": lm1b, "wikitext": wikitext, "none": None}
+RULES: dict[Style, Callable[[str], str]] = {"lm1b": lm1b, "wikitext": wikitext, "none": str}
 
 
 def style_of(name: str) -> Style:

@@ -36,17 +36,9 @@ def _encoder(vocabulary: Vocabulary) -> Encoder:
 
 
 def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: bool) -> Int[Tensor, "m L"]:
-    """Rows with the mask where a token is wanted.
+    """Rows with the mask where a token is wanted, of a text or of each line in a .txt file that is not empty.
 
-    Args:
-        source: A text with holes, or a .txt file with one such text in each line that is not empty.
-        vocabulary: The words of the set's tokenizer.
-        space: The tokens there are.
-        wrap: Rows begin with [CLS], as those of a wrapped set; a model of it has never seen another beginning.
-
-    Raises:
-        ConfigError: A text that does not fit, or the `tokenizers` package is missing.
-        DataError: A file that is missing or holds no fitting text.
+    With `wrap` they begin with [CLS], as those of a wrapped set: its models have never seen another beginning.
     """
     first: list[int | None] = [vocabulary.special["cls"]] if wrap else []
     return torch.tensor(

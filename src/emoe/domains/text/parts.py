@@ -12,8 +12,8 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +27,13 @@ CHARACTERS = 1 << 18  # that the tokenizer gets at a time
 TOKEN = np.dtype("<u2")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The settings that decide the tokens of a text."""
 
     tokenizer: str  # path of its file
     sha256: str  # of that file
     errors: str  # "strict" or "replace": bytes that are not UTF-8
-    shares: tuple[float, float] | None  # of documents of training files that go to valid and test
+    shares: tuple[float, ...] | None  # of documents of training files that go to valid and test
     seed: int  # of that choice
 
     def key(self, part: Slice) -> str:
@@ -44,17 +43,13 @@ class Settings:
         return hashlib.sha256(json.dumps(settings).encode() + b"\n" + part.text).hexdigest()
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How much of a split a slice holds."""
+class Counts(NamedTuple):
+    """How much of a split a slice or a file holds."""
 
     tokens: int = 0
     lines: int = 0
     documents: int = 0
     unknown: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 @functools.lru_cache(maxsize=1)
@@ -73,14 +68,14 @@ def write_part(part: Slice, key: str, settings: Settings, folder: Path) -> None:
         OSError: It cannot be written; nothing is left of it.
     """
     special, content, counts = _tools(settings)[0].special, b"", {}
-    for split, (tokens, documents) in _encode(part, settings).items():
-        ids = np.array(tokens, TOKEN)
+    tokens, documents = _encode(part, settings)
+    for split in SPLITS:
+        ids = np.array(tokens[split], TOKEN)
         if (ids == special["mask"]).any():
-            raise Fault(
-                f"{part.name}: the tokenizer makes [MASK] out of a text; use one that does not, such as vocab.txt"
-            )
+            remedy = "use one that does not, such as vocab.txt"
+            raise Fault(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
         lines, unknown = (int(np.count_nonzero(ids == special[word])) for word in ("cls", "unk"))
-        counts[split] = vars(Counts(len(ids), lines, documents, unknown))
+        counts[split] = Counts(len(ids), lines, documents[split], unknown)._asdict()
         content += ids.tobytes()
     replace_file(folder / f"{key}.bin", content)
     sidecar = {"sha256": hashlib.sha256(content).hexdigest(), "counts": counts}
@@ -94,20 +89,18 @@ def read_part(folder: Path, key: str) -> dict[Split, tuple[Counts, NDArray[np.ui
         content = (folder / f"{key}.bin").read_bytes()
         if hashlib.sha256(content).hexdigest() != sidecar["sha256"]:
             return None
-        counts = {split: Counts(**sidecar["counts"][split]) for split in SPLITS}
-        ends = np.cumsum([counts[split].tokens for split in SPLITS])
-        tokens = np.split(np.frombuffer(content, TOKEN), ends[:-1])
-        return {split: (counts[split], part) for split, part in zip(SPLITS, tokens, strict=True)}
+        counts = [Counts(**sidecar["counts"][split]) for split in SPLITS]
+        tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum([one.tokens for one in counts])[:-1])
+        return dict(zip(SPLITS, zip(counts, tokens, strict=True), strict=True))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _encode(part: Slice, settings: Settings) -> dict[Split, tuple[array[int], int]]:
-    """Split -> tokens, each line followed by [CLS], and the number of documents."""
+def _encode(part: Slice, settings: Settings) -> tuple[dict[Split, array[int]], dict[Split, int]]:
+    """Tokens of each split, each line followed by [CLS], and the number of documents."""
     vocabulary, encoder = _tools(settings)
-    tokens = {split: array("H") for split in SPLITS}
-    documents = dict.fromkeys(SPLITS, 0)
-    detokenise = RULES[part.style]
+    tokens, documents = {split: array("H") for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+    rule, size = RULES[part.style], 0
     batch: list[tuple[Split, str]] = []
 
     def flush() -> None:
@@ -116,18 +109,17 @@ def _encode(part: Slice, settings: Settings) -> dict[Split, tuple[array[int], in
                 tokens[split].extend([*ids, vocabulary.special["cls"]])
         batch.clear()
 
-    size = 0
     for document in _documents(_decode(part, settings), part.lone):
         split = _choose(document, part.split, settings)
         documents[split] += 1
         for line in document:
-            batch.append((split, detokenise(line) if detokenise else line))
+            batch.append((split, rule(line)))
             size += len(line)
             if size >= CHARACTERS:
                 flush()
                 size = 0
     flush()
-    return {split: (tokens[split], documents[split]) for split in SPLITS}
+    return tokens, documents
 
 
 def _decode(part: Slice, settings: Settings) -> str:
@@ -150,14 +142,12 @@ def _decode(part: Slice, settings: Settings) -> str:
 def _documents(text: str, lone: bool) -> Iterator[list[str]]:
     """Lists of lines without the blanks around them; empty lines are left out."""
     document: list[str] = []
-    for line in map(str.strip, text.split("\n")):
+    for line in map(str.strip, [*text.split("\n"), ""]):
         if line:
             document.append(line)
         if document and (lone or not line):
             yield document
             document = []
-    if document:
-        yield document
 
 
 def _choose(document: list[str], split: Split, settings: Settings) -> Split:

@@ -22,38 +22,31 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 import emoe
-from emoe.config import Config, ConfigError, option
-from emoe.domains.text.detokenise import STYLES
+from emoe.config import Config, ConfigError, option, to_dict
+from emoe.domains.text.detokenise import Detokenise
 from emoe.domains.text.parts import TOKEN, Counts, Settings, read_part, write_part
-from emoe.domains.text.reading import SPLITS, Note, Slice, Source, Split, find_sources, sha256_of, slices
+from emoe.domains.text.reading import SPLITS, Note, Slice, Source, find_sources, sha256_of, slices
 from emoe.domains.text.tokens import Fault, Vocabulary, load_library, read_vocabulary
-from emoe.files import replace_file, sync_folder
+from emoe.files import StorageError, replace_file, sync_folder
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 Packing = Literal["chunks", "wrap"]
 Errors = Literal["strict", "replace"]
-Detokenise = Literal["auto", "lm1b", "wikitext", "none"]
 AGAIN = "run the same command again, it goes on where it stopped"
 Progress = Callable[[int, int, int], None]
 """Called after every slice: bytes of the files, the bytes of all files, bytes of the slice's text (0: kept)."""
-
-
-class SpaceError(RuntimeError):
-    """The disk is full."""
-
-    exit_code: ClassVar[int] = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +65,16 @@ class PrepareConfig(Config):
     slice_bytes: int = option(4 << 20, doc="bytes of text that are worked on at a time", low=16, high=1 << 28)
 
     def conflicts(self) -> Iterator[str]:
-        """Choices that are not known, and shares that are no pair."""
-        for name, allowed in (
-            ("packing", get_args(Packing)),
-            ("detokenise", ("auto", *STYLES)),
-            ("encoding_errors", get_args(Errors)),
-        ):
-            if getattr(self, name) not in allowed:
-                yield f"{name}: {getattr(self, name)!r} is not known; allowed: {', '.join(allowed)}"
+        """Unknown choices, and shares that are no pair."""
+        choices = {"packing": Packing, "encoding_errors": Errors, "detokenise": Detokenise}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in get_args(allowed):
+                yield f"{name}: {getattr(self, name)!r} is not known; allowed: {', '.join(get_args(allowed))}"
         if self.split is not None and (len(self.split) != 2 or not any(self.split)):
             yield "split: give two shares, of valid and of test, one of them above 0: 0.005,0.005"
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A finished set."""
 
     path: Path
@@ -112,34 +101,34 @@ def prepare(
         out: The folder of the set; it is made, and must not hold anything else.
         tokenizer: `vocab.txt`, `tokenizer.json`, or the folder of one.
         inputs: Files, archives and folders whose names say the split; files whose names do not are for training.
-        train: Files, archives and folders to train on.
-        valid: Those to validate with.
-        test: Those to test with.
+        train: Files, archives and folders to train on; `valid` and `test` are those to evaluate with.
+        valid: See `train`.
+        test: See `train`.
         config: Everything else.
         on_progress: Called after every slice.
         note: Gets lines about files that are left out or read again.
 
     Raises:
         ConfigError: Arguments that do not go together, or a library that is missing.
-        DataError: Files that cannot be used; names the position and the remedy.
-        SpaceError: The disk is full.
+        DataError: Files that cannot be used.
+        StorageError: The disk is full.
     """
     config = config or PrepareConfig()
     try:
         load_library()
         vocabulary = read_vocabulary(tokenizer)
-        sources = find_sources({"": inputs, "train": train, "valid": valid, "test": test}, config.detokenise, note)
+        sources = find_sources({None: inputs, "train": train, "valid": valid, "test": test}, config.detokenise, note)
         _check_splits(sources, config)
         folder = out.with_name(f".{out.name}.parts")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            done = _compare(out, sources, _head(vocabulary, config), config)
+            done = _compare(out, sources, _head(vocabulary, config))
         else:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
                 _note_changes(folder, sources, note)
                 keys, kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
-                manifest = _assemble(out, folder, vocabulary, dict(zip(sources, keys, strict=True)), config)
-            done = Prepared(out, manifest, kept, sum(map(len, keys)) - kept)
+                manifest = _assemble(out, folder, vocabulary, keys, config)
+            done = Prepared(out, manifest, kept, sum(map(len, keys.values())) - kept)
         shutil.rmtree(folder, ignore_errors=True)
         return done
     except Fault as fault:
@@ -147,10 +136,10 @@ def prepare(
 
         raise DataError(str(fault)) from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            full = f"{error.filename or out}: the disk is full ({error.strerror}); free space and {AGAIN}"
-            raise SpaceError(full) from None
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        problem = f"the disk is full ({error.strerror})"
+        raise StorageError(Path(error.filename or out), problem, f"free space and {AGAIN}") from None
 
 
 def _check_splits(sources: Sequence[Source], config: PrepareConfig) -> None:
@@ -181,29 +170,26 @@ def _note_changes(folder: Path, sources: Sequence[Source], note: Note) -> None:
         before = dict(json.loads(journal.read_bytes()))
     except (OSError, ValueError, TypeError):
         before = {}
-    stats = {str(source.path.resolve()): source.path.stat() for source in sources}
-    now = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-    for name, stat in now.items():
-        if before.get(name, stat) != stat:
+    for source in sources:
+        name, stat = str(source.path.resolve()), source.path.stat()
+        now = [stat.st_size, stat.st_mtime_ns]
+        if before.setdefault(name, now) != now:
             note(f"{name}: changed since the last run; its parts are made again where the text is another")
-    replace_file(journal, json.dumps(before | now))
-
-
-# --- Parts
+            before[name] = now
+    replace_file(journal, json.dumps(before))
 
 
 def _write_parts(
     folder: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig, progress: Progress,
     note: Note,
-) -> tuple[list[list[str]], int]:  # fmt: skip
+) -> tuple[dict[Source, list[str]], int]:  # fmt: skip
     """Write the parts that are not there; returns the keys of each file's parts in order, and how many were kept."""
-    shares = None if config.split is None else (config.split[0], config.split[1])
     path = str(vocabulary.path.resolve())
-    settings = Settings(path, vocabulary.sha256, config.encoding_errors, shares, config.seed)
+    settings = Settings(path, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
     total, kept = sum(source.path.stat().st_size for source in sources), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = config.jobs or min(cores, 1 + total // config.slice_bytes)
-    keys: list[list[str]] = [[] for _ in sources]
+    keys: dict[Source, list[str]] = {source: [] for source in sources}
     pending: dict[Future[None], Slice] = {}
 
     def collect(most: int) -> None:
@@ -213,94 +199,59 @@ def _write_parts(
                 part = pending.pop(future)
                 progress(part.cost, total, len(part.text))
 
+    spawn = multiprocessing.get_context("spawn")
+    pool = ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, spawn, _start_worker)
     try:
-        with _workers(jobs) as executor:
-            for source, names in zip(sources, keys, strict=True):
-                for part in slices(source, config.slice_bytes, note):
-                    names.append(settings.key(part))
-                    if read_part(folder, names[-1]) is not None:
-                        kept += 1
-                        progress(part.cost, total, 0)
-                    else:
-                        pending[executor.submit(write_part, part, names[-1], settings, folder)] = part
-                        collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
-            collect(0)
+        for source, names in keys.items():
+            for part in slices(source, config.slice_bytes, note):
+                names.append(settings.key(part))
+                if read_part(folder, names[-1]) is not None:
+                    kept += 1
+                    progress(part.cost, total, 0)
+                else:
+                    pending[pool.submit(write_part, part, names[-1], settings, folder)] = part
+                    collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
+        collect(0)
     except BrokenProcessPool:
         lost = next(iter(pending.values()), part)  # the oldest one, or the one that no worker took
         raise Fault(
             f"{lost.name}: a worker process died at line {lost.line:,} or after it, perhaps for lack of memory; "
             f"{AGAIN}, with fewer --jobs (a script of your own needs `if __name__ == '__main__':`)"
         ) from None
-    return keys, kept
-
-
-class _Inline(Executor):
-    """Runs calls in this process."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-@contextmanager
-def _workers(jobs: int) -> Iterator[Executor]:
-    if jobs == 1:
-        yield _Inline()
-        return
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_worker)
-    try:
-        yield pool
     finally:
         pool.shutdown(cancel_futures=True)
+    return keys, kept
 
 
 def _start_worker() -> None:
     """Leave Ctrl-C to the parent process, and end with it even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
-
-
-# --- The set
+    parent.join()
+    os._exit(1)
 
 
 def _head(vocabulary: Vocabulary, config: PrepareConfig) -> dict[str, Any]:
     """The part of a manifest that does not depend on the text."""
-    return {
-        "schema": SCHEMA,
-        "tokenizer": {
-            "file": vocabulary.path.name,
-            "sha256": vocabulary.sha256,
-            # A tokenizer.json brings rules of its own.
-            "lowercase": vocabulary.lowercase if vocabulary.path.suffix != ".json" else None,
-        },
-        "size": vocabulary.size,
-        "special": vocabulary.special,
-        "length": config.length,
-        "packing": config.packing,
-        "split": None if config.split is None else list(config.split),
-        "seed": config.seed,
-        "encoding_errors": config.encoding_errors,
-    }
+    # A tokenizer.json brings rules of its own.
+    lowercase = vocabulary.lowercase if vocabulary.path.suffix != ".json" else None
+    tokenizer = {"file": vocabulary.path.name, "sha256": vocabulary.sha256, "lowercase": lowercase}
+    head = {"schema": SCHEMA, "tokenizer": tokenizer, "size": vocabulary.size, "special": vocabulary.special}
+    names = ("length", "packing", "split", "seed", "encoding_errors", "detokenise")
+    return head | {name: to_dict(config)[name] for name in names}
 
 
-def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any], config: PrepareConfig) -> Prepared:
+def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any]) -> Prepared:
     """The set that is there already, if it is the one that was asked for."""
-    wanted = head | {"detokenise": config.detokenise}
     try:
         manifest = json.loads((out / MANIFEST).read_bytes())
-        same = all(manifest[name] == value for name, value in wanted.items())
+        same = all(manifest[name] == value for name, value in head.items())
         same = same and [item["sha256"] for item in manifest["inputs"]] == [sha256_of(one.path) for one in sources]
     except (OSError, ValueError, KeyError, TypeError):
         same = False
@@ -317,9 +268,10 @@ def _assemble(
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        starts: dict[Source, dict[Split, int]] = {}
+        inputs = []
         with ExitStack() as stack:
-            files = {split: stack.enter_context(_Rows(draft, split, vocabulary, config)) for split in SPLITS}
+            opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
+            files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
             for source, names in keys.items():
                 before = {split: rows.counts.tokens for split, rows in files.items()}
                 for key in names:
@@ -328,28 +280,15 @@ def _assemble(
                         raise Fault(f"{folder / key}.bin: is damaged; {AGAIN}")
                     for split, (counts, tokens) in part.items():
                         files[split].add(counts, tokens)
-                starts[source] = {split: n for split, n in before.items() if files[split].counts.tokens > n}
-        splits = {split: rows.summary() for split, rows in files.items() if rows.counts.tokens}
+                starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
+                inputs.append(source.describe() | {"starts": starts})
+        splits = {split: {"file": f"{split}.bin"} | rows.summary() for split, rows in files.items() if any(rows.counts)}
         for split in set(SPLITS) - set(splits):
-            files[split].path.unlink()
+            (draft / f"{split}.bin").unlink()
         _check_rows(splits, config)
         shutil.copyfile(vocabulary.path, draft / vocabulary.path.name)
-        manifest = _head(vocabulary, config) | {
-            "detokenise": config.detokenise,
-            "emoe": emoe.__version__,
-            "tokenizers": str(load_library().__version__),
-            "splits": splits,
-            "inputs": [
-                {
-                    "path": str(source.path),
-                    "size": source.size,
-                    "sha256": source.sha256,
-                    "detokenise": sorted(source.styles),
-                    "starts": starts[source],
-                }
-                for source in keys
-            ],
-        }
+        versions = {"emoe": emoe.__version__, "tokenizers": str(load_library().__version__)}
+        manifest = _head(vocabulary, config) | versions | {"splits": splits, "inputs": inputs}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in (*draft.iterdir(), draft):
             sync_folder(path)
@@ -360,7 +299,7 @@ def _assemble(
     return manifest
 
 
-def _check_rows(splits: Mapping[Split, dict[str, Any]], config: PrepareConfig) -> None:
+def _check_rows(splits: Mapping[Any, dict[str, Any]], config: PrepareConfig) -> None:
     if "train" not in splits:
         raise Fault("train: holds no text; give training files with --train")
     if len(splits) == 1:
@@ -376,23 +315,16 @@ def _check_rows(splits: Mapping[Split, dict[str, Any]], config: PrepareConfig) -
 class _Rows:
     """A file of rows that a stream of tokens fills."""
 
-    def __init__(self, folder: Path, split: Split, vocabulary: Vocabulary, config: PrepareConfig):
-        self.path, self.counts, self.rows = folder / f"{split}.bin", Counts(), 0
+    def __init__(self, file: IO[bytes], vocabulary: Vocabulary, config: PrepareConfig):
+        self.counts, self.rows, self._file = Counts(), 0, file
         self._separator, self._margin = vocabulary.special["cls"], int(config.packing == "wrap")
         self._width = config.length - 2 * self._margin
         self._rest: NDArray[np.uint16] = np.zeros(0, TOKEN)
         self._digest = hashlib.sha256()
 
-    def __enter__(self) -> _Rows:
-        self._file = self.path.open("wb")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
     def add(self, counts: Counts, tokens: NDArray[np.uint16]) -> None:
         """Append the tokens of a part."""
-        self.counts += counts
+        self.counts = Counts(*map(sum, zip(self.counts, counts, strict=True)))
         stream = np.concatenate([self._rest, tokens])
         whole = len(stream) // self._width
         rows, self._rest = stream[: whole * self._width].reshape(whole, self._width), stream[whole * self._width :]
@@ -403,11 +335,5 @@ class _Rows:
 
     def summary(self) -> dict[str, Any]:
         """The manifest's entry of the file."""
-        return {
-            "file": self.path.name,
-            "rows": self.rows,
-            "sha256": self._digest.hexdigest(),
-            **vars(self.counts),
-            "dropped": len(self._rest),
-            "unknown_share": self.counts.unknown / self.counts.tokens,
-        }
+        share = {"dropped": len(self._rest), "unknown_share": self.counts.unknown / self.counts.tokens}
+        return {"rows": self.rows, "sha256": self._digest.hexdigest(), **self.counts._asdict(), **share}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
-import io
 import lzma
 import os
 import re
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
-from emoe.domains.text.detokenise import STYLES, Style, style_of
+from emoe.domains.text.detokenise import Detokenise, Style, style_of
 from emoe.domains.text.tokens import Fault
 
 Split = Literal["train", "valid", "test"]
@@ -51,6 +50,12 @@ class Source:
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
+
+    def describe(self) -> dict[str, Any]:
+        """The entry of a manifest."""
+        return {
+            "path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,21 +104,15 @@ def is_archive(path: Path) -> bool:
     return re.search(r"\.(tar(\.\w+)?|tgz|txz|tbz2?)$", path.name.lower()) is not None
 
 
-def find_sources(named: dict[str, Sequence[Path]], style: str, note: Note) -> list[Source]:
+def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, note: Note) -> list[Source]:
     """All files to read: training first, each split in the order it was given, folders in the order of their names.
 
-    Args:
-        named: "train", "valid" and "test" -> files and folders; "" -> those whose names say the split.
-        style: How to detokenise, or "auto": by the names.
-        note: Gets lines about files that are left out.
-
-    Raises:
-        Fault: A path that does not exist, a folder without text, or a file that is in two splits.
+    `named` has files and folders of the splits, and under None those whose names say the split. `note` gets lines about
+    files that are left out.
     """
-    rule = next((known for known in STYLES if known == style), None)
+    rule = None if style == "auto" else style
     sources: list[Source] = []
-    for key, paths in named.items():
-        given: Split | None = next((split for split in SPLITS if split == key), None)
+    for given, paths in named.items():
         for path in paths:
             if not path.exists():
                 raise Fault(f"{path}: does not exist; check the path")
@@ -168,35 +167,24 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Counted(io.RawIOBase):
+class Counted:
     """A file that counts and hashes the bytes that are read."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self.count, self.digest = file, 0, hashlib.sha256()
 
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer."""
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes."""
+        data = self._file.read(size)
         self.count += len(data)
         self.digest.update(data)
-        return len(data)
+        return data
 
 
 def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     """The content of a file, in order; its hash and size are then known.
 
-    Args:
-        source: The file.
-        size: Bytes of a slice; it ends before that, between documents where it can, else between lines.
-        note: Gets lines about members of an archive that are left out.
-
-    Raises:
-        Fault: The file is empty, damaged, has a line longer than a slice, or changes while it is read.
+    A slice has at most `size` bytes and ends between documents where it can, else between lines.
     """
     path = source.path
     try:
@@ -206,7 +194,7 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
                 raise Fault(f"{path}: is empty; leave it out or give a whole copy")
             counted, head = Counted(file), file.read(6)
             file.seek(0)
-            for name, split, stream in _texts(source, _unpack(head, io.BufferedReader(counted, BLOCK)), note):
+            for name, split, stream in _texts(source, _unpack(head, counted), note):
                 yield from _cut(name, split, source, stream, counted, size)
             while counted.read(BLOCK):  # padding of an archive: the hash is that of the whole file
                 pass
@@ -220,7 +208,7 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
 
 def _unpack(head: bytes, stream: Any) -> Any:
     if head[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=stream)
+        return gzip.GzipFile(fileobj=stream, mode="rb")
     if head == b"\xfd7zXZ\0":
         return lzma.LZMAFile(stream)
     return bz2.BZ2File(stream) if head[:3] == b"BZh" else stream
@@ -244,11 +232,9 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
             if not is_text(member.name) or (source.split is not None and by_name not in (None, source.split)):
                 left += 1
                 continue
-            content = archive.extractfile(member)
-            assert content is not None  # it is a plain file
+            content: Any = archive.extractfile(member)
             count += 1
-            head = content.peek(6)[:6]  # type: ignore[attr-defined]
-            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(head, content)
+            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(content.peek(6)[:6], content)
     if left:
         note(f"{path}: {left} members are no text of a wanted split by their names and are left out")
     if not count:
@@ -262,7 +248,7 @@ def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted,
     lone: bool | None = None
     empty, ended = True, False
     while not ended:
-        text = rest + _read(stream, size - len(rest))
+        text = rest + stream.read(size - len(rest))
         ended = len(text) < size
         if lone is None:
             if text.startswith(BOM):
@@ -270,10 +256,8 @@ def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted,
             lone = BLANK.search(text.strip()) is None
         end = len(text) if ended else _end(text, lone)
         if not end and not ended:
-            raise Fault(
-                f"{name}: line {line} is longer than {size:,} bytes, so this is hardly text; break it into lines first "
-                "(fold -s -w 1000)"
-            )
+            problem = f"line {line} is longer than {size:,} bytes, so this is hardly text"
+            raise Fault(f"{name}: {problem}; break it into lines first (fold -s -w 1000)")
         text, rest = text[:end], text[end:]
         if text.strip():
             empty = False
@@ -283,15 +267,6 @@ def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted,
         offset += len(text)
     if empty:
         raise Fault(f"{name}: is empty, it holds no line of text; leave it out or give a whole copy")
-
-
-def _read(stream: Any, size: int) -> bytes:
-    """Up to `size` bytes; fewer at the end of the stream alone."""
-    parts = []
-    while size > 0 and (block := stream.read(min(BLOCK, size))):
-        parts.append(block)
-        size -= len(block)
-    return b"".join(parts)
 
 
 def _end(text: bytes, lone: bool) -> int:

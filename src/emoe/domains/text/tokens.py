@@ -56,14 +56,7 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read and check the words.
-
-    Args:
-        path: A `vocab.txt` with one word a line, a `tokenizer.json` with a WordPiece model, or the folder of one.
-
-    Raises:
-        Fault: No such file, another format, or a vocabulary without the words that are needed.
-    """
+    """Read and check a `vocab.txt` with one word a line, a `tokenizer.json` with a WordPiece model, or its folder."""
     path = _locate(path)
     try:
         content = path.read_bytes()
@@ -141,11 +134,7 @@ class Encoder:
 
 
 def load_library() -> Any:
-    """The `tokenizers` library.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """The `tokenizers` library, or an error with the remedy."""
     try:
         import tokenizers
     except ImportError:

@@ -18,18 +18,9 @@ from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
 Density = Literal[
-    "8-modes",
-    "swiss-roll",
-    "checkerboard",
-    "moons",
-    "25-modes",
-    "two-rings",
-    "pinwheel",
-    "three-rings",
-    "diagonal-grid",
-    "two-spirals",
-    "letter",
-]
+    "8-modes", "swiss-roll", "checkerboard", "moons", "25-modes", "two-rings", "pinwheel", "three-rings",
+    "diagonal-grid", "two-spirals", "letter",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,21 +34,6 @@ Curve = Callable[[Float[np.ndarray, " n"]], Points]  # points of a curve at para
 def tokenise(points: Points) -> Int[Tensor, "n 2"]:
     """Token of a coordinate = number of edges at or below it, 0..49."""
     return torch.from_numpy(np.digitize(points, EDGES)).long()
-
-
-class Planar(Protocol):
-    """A density of the plane."""
-
-    def draw(self, n: int, state: np.random.RandomState) -> Points:
-        """n independent points."""
-        ...
-
-    def law(self) -> Law:
-        """Exact law over token pairs."""
-        ...
-
-
-# --- Exact laws
 
 
 def coordinate_law(means: Float[Tensor, " m"], deviation: float) -> Float[Tensor, "m cells"]:
@@ -104,9 +89,6 @@ def ideal_factorised(cells: Float[Tensor, "J K"], steps: int) -> Float[Tensor, "
     return (1 - 1 / steps) * cells + product / steps
 
 
-# --- The densities of App. B.1
-
-
 @dataclass(frozen=True)
 class Modes:
     """Eight equal clusters with isotropic Gaussian noise, their centres uniform in [-2.5, 2.5]^2."""
@@ -125,7 +107,7 @@ class Modes:
         return self.centres[cluster] + self.noise * state.standard_normal((n, 2))
 
     def law(self) -> Law:
-        """See `Planar`."""
+        """Exact law over token pairs."""
         weights = torch.full((len(self.centres),), 1 / len(self.centres), dtype=torch.float64)
         return mixture_law(self.centres, weights, self.noise)
 
@@ -149,20 +131,12 @@ class SwissRoll:
         return (points + self.noise * state.standard_normal((3, n))[[0, 2]].T) / self.scale
 
     def law(self, panels: int = 512) -> Law:
-        """The integral over u of the Gaussian box around curve(u), by Gauss-Legendre.
-
-        A panel spans about half a standard deviation of the noise: the integrand is a polynomial to machine precision
-        there, and more panels change nothing.
-        """
+        """The integral over u of the Gaussian box around curve(u); more panels change nothing."""
         u, weights = quadrature(panels)
         return mixture_law(self.curve(u) / self.scale, torch.from_numpy(weights), self.noise / self.scale)
 
 
-# --- Strokes and squares
-
-
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a density: a curve, traversed with u uniform in [0, 1], and its mass relative to other pieces."""
 
     curve: Curve
@@ -179,8 +153,7 @@ class Strokes:
     @property
     def shares(self) -> Float[np.ndarray, " K"]:
         """P(k) of each piece."""
-        masses = np.array([piece.mass for piece in self.pieces])
-        return masses / masses.sum()
+        return np.array([piece.mass for piece in self.pieces]) / sum(piece.mass for piece in self.pieces)
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
         """A piece, a point on it, noise; in this order from the random stream."""
@@ -192,7 +165,7 @@ class Strokes:
         return points + self.noise * state.standard_normal((n, 2))
 
     def law(self, panels: int = 128) -> Law:
-        """sum_k P(k) * integral over u of the Gaussian box around curve_k(u), by Gauss-Legendre.
+        """sum_k P(k) * integral over u of the Gaussian box around curve_k(u).
 
         Within a panel the longest curve moves by less than two standard deviations of its noise. Over that range 16
         nodes integrate a Gaussian box to machine precision: more panels change nothing.
@@ -249,19 +222,6 @@ def ring(radius: float) -> Piece:
     return Piece(arc(radius, 0.0, 2 * math.pi).curve)
 
 
-def _checkerboard(side: float = 1.2) -> Squares:
-    """The eight dark squares of a board of 4 x 4; their sides do not fall on edges of tokens."""
-    dark = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0]
-    return Squares(side, tuple((side * (i - 2), side * (j - 2)) for i, j in dark))
-
-
-def _moons(scale: float = 1.75) -> Strokes:
-    """The two half circles of scikit-learn's `make_moons`, about their middle (1/2, 1/4) and enlarged."""
-    upper = arc(scale, 0.0, math.pi, (-0.5 * scale, -0.25 * scale))
-    lower = arc(scale, math.pi, 2 * math.pi, (0.5 * scale, 0.25 * scale))
-    return Strokes(0.1, (upper, lower))
-
-
 def _modes(spacing: float = 0.94, angle: float = math.radians(27)) -> Strokes:
     """A 5 x 5 grid of equal modes, turned: along the axes it would be the product of its marginals."""
     cos, sin = spacing * math.cos(angle), spacing * math.sin(angle)
@@ -269,14 +229,10 @@ def _modes(spacing: float = 0.94, angle: float = math.radians(27)) -> Strokes:
     return Strokes(0.08, tuple(mode(i * cos - j * sin, i * sin + j * cos) for i, j in nodes))
 
 
-def _pinwheel(arms: int = 5, inner: float = 0.5, outer: float = 2.6) -> Strokes:
-    """Arms that bend ever more on the way out: radius r at angle 2 pi k / 5 + 1/4 exp(r / 1.6), r uniform."""
-
-    def arm(k: int, u: Float[np.ndarray, " n"]) -> Points:
-        r = inner + u * (outer - inner)
-        return polar(r, 2 * math.pi * k / arms + 0.25 * np.exp(r / 1.6))
-
-    return Strokes(0.09, tuple(Piece(partial(arm, k)) for k in range(arms)))
+def _pinwheel(k: int, u: Float[np.ndarray, " n"], inner: float = 0.5, outer: float = 2.6) -> Points:
+    """An arm that bends ever more on the way out: radius r at angle 2 pi k / 5 + 1/4 exp(r / 1.6), r uniform."""
+    r = inner + u * (outer - inner)
+    return polar(r, 2 * math.pi * k / 5 + 0.25 * np.exp(r / 1.6))
 
 
 def _diagonal_grid(gap: float = 1.5, reach: float = 2.2) -> Strokes:
@@ -290,17 +246,10 @@ def _diagonal_grid(gap: float = 1.5, reach: float = 2.2) -> Strokes:
     return Strokes(0.07, (*rising, *falling))
 
 
-def _two_spirals(start: float = math.pi / 2, end: float = 3 * math.pi, scale: float = 3.7) -> Strokes:
-    """Two Archimedean arms, radius = angle / 3.7, one turned by 180 degrees.
-
-    The square of the angle is uniform, so that mass is spread nearly evenly over the length.
-    """
-
-    def arm(sign: int, u: Float[np.ndarray, " n"]) -> Points:
-        s = np.sqrt(start**2 + u * (end**2 - start**2))
-        return polar(sign * s / scale, s)
-
-    return Strokes(0.07, (Piece(partial(arm, 1)), Piece(partial(arm, -1))))
+def _spiral(sign: int, u: Float[np.ndarray, " n"], start: float = math.pi / 2, end: float = 3 * math.pi) -> Points:
+    """An Archimedean arm, radius = angle / 3.7; the square of the angle is uniform, so mass is nearly even."""
+    s = np.sqrt(start**2 + u * (end**2 - start**2))
+    return polar(sign * s / 3.7, s)
 
 
 def _letter() -> Strokes:
@@ -312,15 +261,21 @@ def _letter() -> Strokes:
     return Strokes(0.08, (stem, *bars, bowl, segment((join, 0.0), (1.5, -top))))
 
 
+Planar = Modes | SwissRoll | Strokes | Squares
+_DARK = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0]
 DENSITIES: dict[str, Planar] = {
     "swiss-roll": SwissRoll(),
-    "checkerboard": _checkerboard(),
-    "moons": _moons(),
+    # The dark squares of a board of 4 x 4; their sides do not fall on edges of tokens.
+    "checkerboard": Squares(1.2, tuple((1.2 * (i - 2), 1.2 * (j - 2)) for i, j in _DARK)),
+    # The half circles of scikit-learn's `make_moons`, about their middle (1/2, 1/4) and enlarged by 1.75.
+    "moons": Strokes(
+        0.1, (arc(1.75, 0.0, math.pi, (-0.875, -0.4375)), arc(1.75, math.pi, 2 * math.pi, (0.875, 0.4375)))
+    ),
     "25-modes": _modes(),
     "two-rings": Strokes(0.07, (ring(1.25), ring(2.5))),
-    "pinwheel": _pinwheel(),
+    "pinwheel": Strokes(0.09, tuple(Piece(partial(_pinwheel, k)) for k in range(5))),
     "three-rings": Strokes(0.06, (ring(0.7), ring(1.4), ring(2.1))),
     "diagonal-grid": _diagonal_grid(),
-    "two-spirals": _two_spirals(),
+    "two-spirals": Strokes(0.07, (Piece(partial(_spiral, 1)), Piece(partial(_spiral, -1)))),
     "letter": _letter(),
 }
