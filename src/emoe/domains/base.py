@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from emoe.config import ConfigError, Family
+from emoe.domains.metrics import VALIDITY_ROWS, support_radius
 from emoe.figures import panels
 from emoe.figures.base import save
 from emoe.rng import derive_seed
@@ -54,6 +55,16 @@ class Domain(ABC):
     def sha256(self) -> str:
         """Hash of the training rows; a run is resumed with equal rows only."""
         return hashlib.sha256(self.rows.contiguous().numpy().data).hexdigest()
+
+    @property
+    def support(self) -> Integer[Tensor, "m L"]:
+        """The set X of Eq. 39: the first 3,000 training rows."""
+        return self.rows[:VALIDITY_ROWS]
+
+    @functools.cached_property
+    def radius(self) -> float:
+        """r of Eq. 39, distances between rows taken in token numbers."""
+        return support_radius(self.support.long())
 
     def batches(
         self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1
@@ -98,10 +109,7 @@ class DomainConfig(Family, package="emoe.domains"):
         return [" ".join(map(str, row)) for row in rows.tolist()]
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
-        """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`.
-
-        `ink` is for images.
-        """
+        """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`."""
         from emoe.domains.rows.given import read_given
 
         if ink != "auto":
@@ -137,12 +145,8 @@ def random_state(seed: int) -> np.random.RandomState:
 
 
 def draw_held_out(rows: Integer[Tensor, "N L"], n: int, seed: int, task: str, name: str) -> Int[Tensor, "n L"]:
-    """`n` of the held-out rows, drawn by `seed` without replacement.
-
-    Raises:
-        DataError: There are fewer rows; repeating them would make errors look smaller than they are.
-    """
-    if n > len(rows):
+    """`n` of the held-out rows, drawn by `seed` without replacement."""
+    if n > len(rows):  # repeating rows would make errors look smaller than they are
         raise DataError(
             f"{name}: {n:,} rows that were not trained on are asked for, but the held-out split has {len(rows):,}; "
             f"ask for at most that many (emoe eval --rows {len(rows)})"
@@ -154,10 +158,9 @@ def draw_held_out(rows: Integer[Tensor, "N L"], n: int, seed: int, task: str, na
 class ShuffledRows:
     """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
 
-    Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, so a batch that runs over the
-    end of one shuffle is filled from the next and every row is seen equally often. Ranks take equal slices of it.
-    uint8 rows stay uint8 on the device, an eighth of the memory; batches are int64 in any case. `mapped` rows stay
-    where they are, for instance on the disk, and only batches are copied to the device.
+    Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, of which ranks take equal slices.
+    uint8 rows stay uint8 on the device; batches are int64 in any case. `mapped` rows stay where they are, for instance
+    on the disk, and only batches are copied to the device.
     """
 
     def __init__(

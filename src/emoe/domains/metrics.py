@@ -88,11 +88,7 @@ def position_pairs(length: int, seed: int) -> list[tuple[int, int]]:
 
 
 def not_empty(samples: Int[Tensor, "n L"]) -> Int[Tensor, "n L"]:
-    """The samples.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """The samples, of which there must be some."""
     if not len(samples):
         raise ValueError("there are no samples to measure")
     return samples

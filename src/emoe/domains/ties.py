@@ -197,7 +197,7 @@ class Tie(ABC):
         return ends[0]
 
 
-class Match(Tie):
+class _Match(Tie):
     """Two symbols, the second a bijection of the first: x' = b_i(x), with a bijection for each group i."""
 
     def __init__(self, bijections: Int[np.ndarray, "G S"]):
@@ -205,65 +205,56 @@ class Match(Tie):
         self.bijections = bijections
 
     def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G 2"]:
-        """The first symbol is uniform."""
         first = state.randint(self.symbols, size=(n, groups))
         return np.stack([first, self.bijections[np.arange(groups), first]], axis=2)
 
     def holds(self, content: Int[Tensor, "n G 2"]) -> Bool[Tensor, "n G"]:
-        """x' = b_i(x)."""
         partner = torch.from_numpy(self.bijections)[torch.arange(content.shape[1]), content[..., 0]]
         return content[..., 1] == partner
 
 
-class Sum(Tie):
+class _Sum(Tie):
     """Symbols that add up to 0 modulo S."""
 
     def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G g"]:
-        """All but the last symbol are uniform."""
         free = state.randint(self.symbols, size=(n, groups, self.size - 1))
         return np.concatenate([free, -free.sum(2, keepdims=True) % self.symbols], axis=2)
 
     def holds(self, content: Int[Tensor, "n G g"]) -> Bool[Tensor, "n G"]:
-        """Sum of the symbols = 0 mod S."""
         return content.sum(2) % self.symbols == 0
 
 
-class Distinct(Tie):
+class _Distinct(Tie):
     """Symbols that all differ: an arrangement of `size` of the S symbols, a permutation where size = S."""
 
     def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G g"]:
-        """Symbol k is drawn as its rank among the S - k that the symbols before it leave."""
+        # Symbol k is drawn as its rank among the S - k that the symbols before it leave.
         content = np.stack([state.randint(self.symbols - k, size=(n, groups)) for k in range(self.size)], axis=2)
         for k in range(self.size - 2, -1, -1):  # ranks among what is left become ranks among what was left before k
             content[..., k + 1 :] += content[..., k + 1 :] >= content[..., k : k + 1]
         return content
 
     def holds(self, content: Int[Tensor, "n G g"]) -> Bool[Tensor, "n G"]:
-        """No symbol comes twice."""
         return (content.sort(2).values.diff(dim=2) != 0).all(2)
 
     def choices(self) -> int:
-        """S! / (S - size)!."""
         return math.perm(self.symbols, self.size)
 
     def agreement(self, known: int, drawn: int) -> float:
-        """Each is uniform over the S - known symbols that are left; they must differ."""
-        left = self.symbols - known
+        left = self.symbols - known  # each is uniform over these
         return math.perm(left, drawn) / left**drawn
 
 
 def layout(family: TieFamily, length: int, symbols: int) -> tuple[Tie, Int[Tensor, "G g"]]:
     """The tie of a family and the positions of its groups, each position in one group; no seed changes either."""
     positions = np.arange(length)
-    if family == "sums":
-        size = min(length, SUMMED)
-        return Sum(symbols, size), torch.from_numpy(positions.reshape(-1, size))
-    if family == "permutations":
-        size = min(length, symbols)
-        return Distinct(symbols, size), torch.from_numpy(positions.reshape(-1, size))
+    if family in ("sums", "permutations"):
+        size = min(length, SUMMED if family == "sums" else symbols)
+        tie = _Sum(symbols, size) if family == "sums" else _Distinct(symbols, size)
+        return tie, torch.from_numpy(positions.reshape(-1, size))
     if family == "blocks":
         state = random_state(derive_seed("ties", "blocks", length, symbols))
         pairs = np.array(sorted(sorted(pair) for pair in state.permutation(length).reshape(-1, 2).tolist()))
-        return Match(np.stack([state.permutation(symbols) for _ in pairs])), torch.from_numpy(pairs)
+        return _Match(np.stack([state.permutation(symbols) for _ in pairs])), torch.from_numpy(pairs)
     pairs = positions.reshape(-1, 2) if family == "pairs" else positions.reshape(2, -1).T.copy()
-    return Match(np.tile(np.arange(symbols), (len(pairs), 1))), torch.from_numpy(pairs)
+    return _Match(np.tile(np.arange(symbols), (len(pairs), 1))), torch.from_numpy(pairs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from emoe.config import option
 from emoe.domains.base import Domain, DomainConfig, ShuffledRows
-from emoe.domains.metrics import OVERLAP_ROWS, VALIDITY_ROWS, overlap, pair_overlap, support_radius, validity
+from emoe.domains.metrics import OVERLAP_ROWS, overlap, pair_overlap, validity
 from emoe.domains.rows.reading import as_symbols, read
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
@@ -56,16 +55,6 @@ class Rows(Domain):
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
         """`n` held-out rows in an order drawn by `seed`; where there are fewer, they repeat equally often."""
         return ShuffledRows(self.held_out, n, derive_seed(self.seed, "rows", "fresh", seed))(0)
-
-    @property
-    def support(self) -> Int[Tensor, "m L"]:
-        """The set X of Eq. 39: the first 3,000 training rows."""
-        return self.rows[:VALIDITY_ROWS]
-
-    @functools.cached_property
-    def radius(self) -> float:
-        """r of Eq. 39, distances between rows taken in symbol numbers."""
-        return support_radius(self.support)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """Validity (Eq. 39), overlap of whole rows and overlap of position pairs with as many held-out rows.

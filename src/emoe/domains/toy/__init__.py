@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from emoe.config import option
 from emoe.domains.base import Domain, DomainConfig, random_state
-from emoe.domains.metrics import OVERLAP_ROWS, VALIDITY_ROWS, overlap, support_radius, validity
+from emoe.domains.metrics import OVERLAP_ROWS, overlap, validity
 from emoe.domains.toy.densities import CELLS, DENSITIES, Modes, tokenise
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
@@ -64,16 +63,6 @@ class Toy(Domain):
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n 2"]:
         """`n` rows of the same density (the same centres) that were not trained on."""
         return self._draw(n, "fresh", seed)
-
-    @property
-    def support(self) -> Int[Tensor, "m 2"]:
-        """The set X of Eq. 39: the first 3,000 training rows."""
-        return self.rows[:VALIDITY_ROWS]
-
-    @functools.cached_property
-    def radius(self) -> float:
-        """r of Eq. 39. It is 0 on all densities: over 90% of X has a twin in the same cell."""
-        return support_radius(self.support)
 
     def cell_probabilities(self) -> Float[Tensor, "50 50"]:
         """Exact law p(first token, second token) of the density, float64."""
