@@ -134,11 +134,12 @@ def text(packing: str, jobs: int, folder: Path) -> dict[str, Any]:
     return set_of(done) | of_domain(domain, noise(domain, 60))
 
 
-def wikitext(folder: Path, root: Path) -> dict[str, Any]:
-    parts = {split: [root / "wikitext-2" / f"wiki.{split}.tokens.gz"] for split in ("valid", "test")}
+def published(folder: Path, root: Path) -> dict[str, Any]:
+    """WikiText to train on, the One Billion Words' held-out sentences to test with."""
+    train, test = root / "wikitext-2/wiki.valid.tokens.gz", root / "lm1b-small/news.en.heldout-00000-of-00050.gz"
     config = PrepareConfig(length=64, packing="wrap", jobs=2, slice_bytes=1 << 18)
-    vocab = root / "tokenizers" / "bert-base-uncased" / "vocab.txt"
-    return set_of(prepare(folder / "set", vocab, train=parts["valid"], test=parts["test"], config=config).path)
+    vocab = root / "tokenizers/bert-base-uncased/vocab.txt"
+    return set_of(prepare(folder / "set", vocab, train=[train], test=[test], config=config).path)
 
 
 def check(case: str, found: dict[str, Any]) -> None:
@@ -202,6 +203,6 @@ def test_text(packing: str, jobs: int, tmp_path: Path) -> None:
     check(f"text/{packing}", text(packing, jobs, tmp_path))
 
 
-def test_wikitext(data_root: DataRoot, tmp_path: Path) -> None:
-    names = ["wikitext-2/wiki.valid.tokens", "wikitext-2/wiki.test.tokens", "tokenizers/bert-base-uncased/vocab.txt"]
-    check("wikitext", wikitext(tmp_path, data_root(names)))
+def test_published_texts(data_root: DataRoot, tmp_path: Path) -> None:
+    names = ["wikitext-2/wiki.valid.tokens", "lm1b-small/news.en.heldout-00000-of-00050"]
+    check("published", published(tmp_path, data_root([*names, "tokenizers/bert-base-uncased/vocab.txt"])))

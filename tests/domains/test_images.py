@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from emoe.cli import main
 from emoe.config import ConfigError, from_dict, override, to_dict
@@ -70,11 +68,8 @@ def test_digits_are_those_of_scikit_learn():
 def test_digits_are_split_by_class(digits):
     assert (digits.task, digits.name, digits.side) == ("digits", "digits", 8)
     assert (digits.space.size, digits.space.mask_id, digits.space.length) == (3, 2, 64)
-    assert digits.rows.shape == (1_497, 64) and digits.test_rows.shape == (300, 64)
-    assert digits.rows.dtype == digits.test_rows.dtype == torch.uint8
-    assert set(digits.rows.unique().tolist()) == {0, 1}
+    assert digits.rows.shape == (1_497, 64) and digits.rows.dtype == digits.test_rows.dtype == torch.uint8
     assert digits.test_labels.bincount().tolist() == [30] * 10
-    assert digits.labels.bincount().tolist() == [148, 152, 147, 153, 151, 152, 151, 149, 144, 150]
     with np.load(DIGITS, allow_pickle=False) as archive:
         whole = [*zip(map(bytes, archive["bits"]), archive["labels"].tolist(), strict=True)]
     halves = [
@@ -182,7 +177,6 @@ def test_the_real_mnist(data_root):
     domain = MNISTConfig(root=str(data_root(files.ORIGINAL))).build(0)
     assert domain.rows.shape == (60_000, 1_024) and domain.test_rows.shape == (10_000, 1_024)
     assert domain.labels[:5].tolist() == [5, 0, 4, 1, 9] and domain.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
-    assert domain.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert domain.rows.sum(dtype=torch.long) == 6_221_431  # 13.2% of the 784 pixels
 
 
@@ -222,16 +216,12 @@ def test_batches_are_those_of_long_rows(digits):
             assert torch.equal(small(step), large(step))
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 5), st.sampled_from([8, 64, 784]), st.sampled_from([torch.uint8, torch.long]), st.integers(0, 9))
-def test_packing_and_back(n, length, dtype, seed):
-    rows = torch.randint(2, (n, length), generator=torch.Generator().manual_seed(seed)).to(dtype)
-    packed = pack_rows(rows)
-    assert packed.shape == (n, length // 8) and packed.dtype == np.uint8
-    assert torch.equal(unpack_rows(packed), rows.byte())
-
-
-def test_rows_that_cannot_be_packed_or_shown():
+def test_packing_and_back():
+    for n, length, dtype in ((0, 8, torch.uint8), (5, 64, torch.long), (3, 784, torch.uint8)):
+        rows = torch.randint(2, (n, length), generator=torch.Generator().manual_seed(n)).to(dtype)
+        packed = pack_rows(rows)
+        assert packed.shape == (n, length // 8) and packed.dtype == np.uint8
+        assert torch.equal(unpack_rows(packed), rows.byte())
     with pytest.raises(ValueError, match="unmask"):
         pack_rows(torch.full((1, 8), 2))
     with pytest.raises(ValueError, match="whole bytes"):

@@ -20,10 +20,12 @@ from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.runs import load_run
+from emoe.types import TokenSpace
 
 tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", "##x", ".", ",", "'", "s", "$", "中"]
+SPACE = TokenSpace(size=len(WORDS), mask_id=4, length=6)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def whole(folder: Path, split: str) -> torch.Tensor:
 
 
 def test_the_set_as_a_domain(text, folder):
-    assert (text.space.size, text.space.mask_id, text.space.length) == (len(WORDS), 4, 6)
+    assert text.space == SPACE
     assert text.name == "set" and text.task == "text" and text.fresh_rows == len(whole(folder, "test"))
     assert text.rows.dtype == torch.uint16 and torch.equal(text.rows.long(), whole(folder, "train"))
     valid = TextConfig(path=str(folder), held_out="valid").build(0)
@@ -235,8 +237,10 @@ def test_sets_that_cannot_be_used(folder, tmp_path):
     with pytest.raises(DataError, match=r"has no valid rows, only train, test"):
         TextConfig(path=str(other), held_out="valid").build(0)
     (other / "vocab.txt").write_text("[UNK]\n[CLS]\n[MASK]\n")
-    with pytest.raises(DataError, match=r"vocab.txt: is not the tokenizer the set was made with"):
-        TextConfig(path=str(other)).build(0).decode(torch.zeros(1, 6, dtype=torch.long))
+    bad = TextConfig(path=str(other))
+    for use in (lambda: bad.build(0).decode(torch.zeros(1, 6, dtype=torch.long)), lambda: bad.read_given("a", SPACE)):
+        with pytest.raises(DataError, match=r"vocab.txt: is not the tokenizer the set was made with; prepare it again"):
+            use()
 
 
 # --- a run
@@ -250,8 +254,8 @@ def test_a_model_is_trained_sampled_and_measured(folder, tmp_path, capsys):
     samples = load_run(run, device="cpu").sample(5, 2)
     assert samples.shape == (5, 6) and (samples != 4).all()
     capsys.readouterr()
-    told = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
-    assert main(["eval", run, *told]) == 0
+    options = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
+    assert main(["eval", run, *options]) == 0
     found = {row["metric"]: row for row in json.loads(capsys.readouterr().out)}
     assert {"entropy", "distinct_1", "distinct_2", "repetition", "nll", "ppl"} <= set(found)
     assert found["entropy"]["task"] == "text" and found["entropy"]["data"] == "set"
