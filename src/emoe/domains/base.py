@@ -42,6 +42,7 @@ class Domain(ABC):
     space: TokenSpace
     rows: Integer[Tensor, "N L"]  # training rows
     fresh_rows: int | None = None  # how many rows `fresh` can give; None = any number
+    mapped: ClassVar[bool] = False  # rows stay on the disk, only batches are copied to the device
 
     @abstractmethod
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
@@ -70,7 +71,7 @@ class Domain(ABC):
         self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1
     ) -> Callable[[int], Int[Tensor, "B L"]]:
         """The training batch of every step, as a function of the step."""
-        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world)
+        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world, mapped=self.mapped)
 
     def figure(self, pools: Mapping[str, Int[Tensor, "_n L"]], *, title: str = "") -> Figure:
         """Pools side by side, real data first: histograms of rows of two tokens, else heat maps of the first rows."""
@@ -144,23 +145,29 @@ def random_state(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(seed))
 
 
-def draw_held_out(rows: Integer[Tensor, "N L"], n: int, seed: int, task: str, name: str) -> Int[Tensor, "n L"]:
-    """`n` of the held-out rows, drawn by `seed` without replacement."""
-    if n > len(rows):  # repeating rows would make errors look smaller than they are
-        raise DataError(
-            f"{name}: {n:,} rows that were not trained on are asked for, but the held-out split has {len(rows):,}; "
-            f"ask for at most that many (emoe eval --rows {len(rows)})"
-        )
-    generator = torch.Generator().manual_seed(derive_seed(task, "fresh", seed))
-    return rows[torch.randperm(len(rows), generator=generator)[:n]].long()
+class SplitDomain(Domain):
+    """A domain with a fixed split of held-out rows."""
+
+    test_rows: Integer[Tensor, "M L"]
+    stream: ClassVar[str]  # of random numbers for `fresh`
+
+    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
+        """`n` of the held-out rows, drawn by `seed` without replacement."""
+        rows = self.test_rows
+        if n > len(rows):  # repeating rows would make errors look smaller than they are
+            raise DataError(
+                f"{self.name}: {n:,} rows that were not trained on are asked for, but the held-out split has "
+                f"{len(rows):,}; ask for at most that many (emoe eval --rows {len(rows)})"
+            )
+        generator = torch.Generator().manual_seed(derive_seed(self.stream, "fresh", seed))
+        return rows[torch.randperm(len(rows), generator=generator)[:n]].long()
 
 
 class ShuffledRows:
     """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
 
     Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, of which ranks take equal slices.
-    uint8 rows stay uint8 on the device; batches are int64 in any case. `mapped` rows stay where they are, for instance
-    on the disk, and only batches are copied to the device.
+    uint8 rows stay uint8 on the device; batches are int64 in any case.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from emoe.config import option
-from emoe.domains.base import DataError, Domain, DomainConfig, Ink, draw_held_out, random_state
+from emoe.domains.base import DataError, DomainConfig, Ink, SplitDomain, random_state
 from emoe.domains.images import files
 from emoe.domains.images.classifier import load_classifier
 from emoe.domains.images.given import read_image, read_region
@@ -44,9 +44,10 @@ DIGITS_TESTED = 30  # images of each class in the test split
 MOST = 8  # lines, and completions in a line, of a figure of completions
 
 
-class Images(Domain):
+class Images(SplitDomain):
     """Binary images with a fixed test split; rows are kept as uint8, batches and fresh rows are int64."""
 
+    stream: ClassVar[str] = "images"
     classifier: ClassVar[str] = ""  # name of a classifier of the package; without one measures are those of pixels
 
     def __init__(
@@ -61,10 +62,6 @@ class Images(Domain):
         self.space = TokenSpace(size=MASK + 1, mask_id=MASK, length=rows.shape[1])
         self.rows, self.labels = rows, labels
         self.test_rows, self.test_labels, self.fresh_rows = test_rows, test_labels, len(test_rows)
-
-    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
-        """`n` rows of the test split, drawn by `seed` without replacement."""
-        return draw_held_out(self.test_rows, n, seed, "images", self.name)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """Comparison of the samples with the test split, see `emoe.domains.images.metrics`."""

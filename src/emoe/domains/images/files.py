@@ -78,10 +78,10 @@ def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
     """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or in the root itself."""
     folders = [] if root is None else [root / "mnist", root]
     paths = {name: [folder / (name + end) for folder in folders for end in (".gz", "")] for name in names}
-    found = {name: next((path for path in paths[name] if path.is_file()), None) for name in names}
-    missing = [name for name, path in found.items() if path is None]
+    whole = {name: [path for path in paths[name] if path.is_file()] for name in names}
+    missing = [name for name in names if not whole[name]]
     if not missing:
-        return {name: path for name, path in found.items() if path is not None}
+        return {name: whole[name][0] for name in names}
     where = f"no data folder is named and ./{LOCAL} does not exist"
     if folders:
         where = "looked in " + ", ".join(map(str, folders))

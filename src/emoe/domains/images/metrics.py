@@ -228,13 +228,13 @@ def neighbours(
 def neighbour_measures(samples: Float[Tensor, "n F"], real: Float[Tensor, "m F"]) -> list[Measurement]:
     """Precision, recall, density and coverage of points in a feature space, with k = 5."""
     folds = _folds(len(samples))
-    found = neighbours(samples, real, folds=max(1, folds))
-    total = found.hits.sum(1)
-    without = [100 * (total > part).double().mean().item() for part in found.hits.T[:folds]]
+    near = neighbours(samples, real, folds=max(1, folds))
+    total = near.hits.sum(1)
+    without = [100 * (total > part).double().mean().item() for part in near.hits.T[:folds]]
     covered = 100 * (total > 0).double().mean().item()
     return [
-        proportion("precision", found.balls > 0),
-        proportion("recall", found.reached),
-        mean("density", 100 * found.balls.double() / min(NEIGHBOURS, len(real) - 1)),
+        proportion("precision", near.balls > 0),
+        proportion("recall", near.reached),
+        mean("density", 100 * near.balls.double() / min(NEIGHBOURS, len(real) - 1)),
         Measurement("coverage", covered, jackknife(without), len(samples)),
     ]

@@ -95,19 +95,19 @@ def parse(lines: Iterable[str], fail: Callable[[str], Exception], remedy: str, h
 
     `fail` makes an error of a message, `remedy` ends that about a cell that is no number, and `holes` become NaN.
     """
-    found = list(_cells(lines))
-    if found and not any(cell in holes or _is_number(cell) for cell in found[0][1]):
-        found = found[1:]
-    for number, cells in found:
+    table = list(_cells(lines))
+    if table and not any(cell in holes or _is_number(cell) for cell in table[0][1]):
+        table = table[1:]
+    for number, cells in table:
         wrong = next((i for i, cell in enumerate(cells) if cell not in holes and not _is_number(cell)), None)
         if wrong is not None:
             raise fail(f"line {number}, column {wrong + 1} holds {cells[wrong]!r}, {remedy}")
-        first, width = found[0][0], len(found[0][1])
+        first, width = table[0][0], len(table[0][1])
         if len(cells) != width:
             problem = f"line {number} has {len(cells)} values, but line {first} has {width}"
             raise fail(f"{problem}; all rows must be equally long")
-    values = [[np.nan if cell in holes else float(cell) for cell in cells] for _, cells in found]
-    return Table(np.array(values), [number for number, _ in found])
+    values = [[np.nan if cell in holes else float(cell) for cell in cells] for _, cells in table]
+    return Table(np.array(values), [number for number, _ in table])
 
 
 def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -16,7 +16,7 @@ from jaxtyping import Int, Integer, UInt16
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import DataError, Domain, DomainConfig, Ink, ShuffledRows, completion_pools, draw_held_out
+from emoe.domains.base import DataError, DomainConfig, Ink, SplitDomain, completion_pools
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import KnownRows, measure_rows
 from emoe.domains.text.parts import TOKEN
@@ -73,7 +73,7 @@ class TextConfig(DomainConfig, kind="text"):
         return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools})
 
 
-class Text(Domain):
+class Text(SplitDomain):
     """Rows of tokens that stay on the disk: the system keeps in memory what is used and what fits.
 
     Args:
@@ -82,6 +82,8 @@ class Text(Domain):
     """
 
     task: ClassVar[str] = "text"
+    stream: ClassVar[str] = "text"
+    mapped: ClassVar[bool] = True
 
     def __init__(self, config: TextConfig, folder: Path | None = None):
         self.name = Path(config.path).resolve().name if folder is None else Path(config.path).name
@@ -112,16 +114,6 @@ class Text(Domain):
     def decode(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         """Rows as text, special tokens by their names."""
         return [self.vocabulary.decode(row) for row in rows.tolist()]
-
-    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
-        """`n` held-out rows, drawn by `seed` without replacement."""
-        return draw_held_out(self.test_rows, n, seed, "text", self.name)
-
-    def batches(
-        self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1
-    ) -> Callable[[int], Int[Tensor, "B L"]]:
-        """Training batches; only their own rows are read and copied to the device."""
-        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world, mapped=True)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """How varied the samples are, in themselves and as a pool, and how many copy a training row.
