@@ -220,7 +220,8 @@ def test_the_mask_may_be_any_symbol_and_only_images_have_ink() -> None:
         ("real.npy", DataError, "real.npy: row 0, column 1 (counted from 0) holds 0.5, not a whole number"),
         ("text.npy", DataError, "text.npy: holds values of type <U1"),
         ("cube.npy", DataError, "has shape (1, 1, 2); rows of 2 tokens are needed"),
-        ("pickle.npy", DataError, "pickles can run code and stay shut"),
+        ("empty.npy", DataError, "holds no rows"),
+        ("pickle.npy", DataError, "pickles can run code and are not opened"),
     ],
 )
 def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str) -> None:

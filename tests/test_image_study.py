@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from emoe.domains.images.film import EXPERTS, GAP, GROUND, Frame, Recorder, encode, palette, tile, write_film
 from emoe.engine.trainer import TrainConfig
 from emoe.pretrained import release
 from PIL import Image
@@ -21,7 +22,6 @@ from emoe.backbones.unet import UNetConfig
 from emoe.config import ConfigError
 from emoe.domains.images import DigitsConfig, as_images, judge
 from emoe.domains.images.data import MASK
-from emoe.domains.images.film import EXPERTS, GAP, GROUND, Frame, Recorder, encode, palette, tile, write_film
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.emoe import EMoEConfig

@@ -23,7 +23,7 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.text.data import Text, TextConfig, sets_at
+from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.metrics import measure_rows
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.engine.signals import StopSignal
@@ -423,8 +423,8 @@ def test_a_run_is_stopped_and_saved_at_the_deadline(sets: Path, tmp_path: Path) 
     experiment = customise(get_recipe("text-tiny-mdlm"), {"train.steps": "1000000", "train.batch": "8"})
     place = Study(tmp_path / "runs", tmp_path / "text.json", "emoe", torch.device("cpu"), quiet=True)
     place.sampled, place.stops, place.deadline = False, True, time.monotonic() + 1.0
-    with sets_at({"sets/text": sets / "set"}):
-        place.run([experiment])
+    place.domains[experiment.domain] = TextConfig(path=str(sets / "set")).build(0)
+    place.run([experiment])
     name = run_name(experiment)
     assert place.skipped == [name] and not place.failed and not place.runs
     assert 0 < steps_done(tmp_path / "runs" / name) < 1_000_000 and place.seconds[name] < 30
@@ -499,16 +499,13 @@ def test_the_judge_stops_early_and_keeps_its_best_step(
         text_judge, "estimate_nll", lambda *_: Measurement("nll", LENGTH * next(losses), None, None)
     )  # fmt: skip
     judge = judge_of(tmp_path, 30)
-    with sets_at({"sets/text-judge": sets / "judge"}):
-        assert judge.train(judge.experiment.domain.build(0))
+    assert judge.train(Text(judge.experiment.domain, sets / "judge"))
     assert [(look.step, look.nll) for look in judge.looks] == [(6, 4.0), (12, 5.0), (18, 4.5), (24, 4.2)]
     assert judge.finished and steps_done(judge.run) < 30
     assert steps_done(judge.best_run) == 6 and len(list(judge.best_run.glob("checkpoints/*"))) == 1
     again = judge_of(tmp_path, 30)
     assert again.finished and again.best == judge.best
-    with sets_at({"sets/text-judge": sets / "judge"}):
-        run = load_run(judge.best_run, device="cpu")
-    assert run.step == 6
+    assert load_run(judge.best_run, device="cpu").step == 6
 
 
 def test_the_judge_is_looked_at_in_single_precision(
@@ -554,20 +551,19 @@ def test_a_judge_that_is_interrupted_finds_the_same_best_step(
         real(judge, newest)
 
     real = JudgeRun._keep
-    with sets_at({"sets/text-judge": sets / "judge"}):
-        domain = judge_of(tmp_path).experiment.domain.build(0)
-        with monkeypatch.context() as patch:
-            patch.setattr(text_judge, "Until", Soon)
-            assert not judge_of(tmp_path).train(domain)
-        half = judge_of(tmp_path)
-        assert 0 < len(half.looks) < 5 and not half.finished
-        assert steps_done(half.run) % 3  # in the middle between two looks
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(JudgeRun, "_keep", keep)
-            judge_of(tmp_path).train(domain)
-        broken = judge_of(tmp_path)
-        assert broken.best is not None and steps_done(broken.best_run) < broken.best.step
-        assert judge_of(tmp_path).train(domain)
+    domain = Text(judge_of(tmp_path).experiment.domain, sets / "judge")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_judge, "Until", Soon)
+        assert not judge_of(tmp_path).train(domain)
+    half = judge_of(tmp_path)
+    assert 0 < len(half.looks) < 5 and not half.finished
+    assert steps_done(half.run) % 3  # in the middle between two looks
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(JudgeRun, "_keep", keep)
+        judge_of(tmp_path).train(domain)
+    broken = judge_of(tmp_path)
+    assert broken.best is not None and steps_done(broken.best_run) < broken.best.step
+    assert judge_of(tmp_path).train(domain)
     looks = half.run / text_judge.LOOKS
     assert half.run.name == whole.name
     assert looks.read_text() == (whole / text_judge.LOOKS).read_text()
@@ -665,16 +661,7 @@ def test_pools_without_a_judge_or_without_their_text_or_damaged(
 # --- parts
 
 
-def test_where_data_lie_is_no_part_of_a_run(sets: Path) -> None:
-    config = TextConfig(path="sets/text")
-    with sets_at({"sets/text": sets / "set"}):
-        assert config.folder == sets / "set" and config.build(0).name == "text"
-        assert config.write(torch.tensor([[5, 7, 14]])) == ["the cat."]
-        with sets_at({"sets/text": sets / "judge"}):
-            assert config.folder == sets / "judge"
-        assert config.folder == sets / "set"
-    assert config.folder == Path("sets/text")
-    assert TextConfig(path=str(sets / "set")).build(0).name == "set"
+def test_where_data_lie_is_no_part_of_a_run() -> None:
     words = "--set a --merge b c --samples 5 --judge-set=x --zero-shot y --quiet --train.steps 3".split()
     assert text._without_places(words) == "--samples 5 --quiet --train.steps 3".split()
 

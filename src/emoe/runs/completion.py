@@ -18,6 +18,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.domains.base import DomainConfig, Ink
+from emoe.figures.base import save
 from emoe.types import TokenSpace
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Completion:
 
     def picture(self, path: Source) -> None:
         """Draw the rows as they were read, what was kept, and completions."""
-        self.domain.draw_completions(self.rows, self.given, self.samples, self.space, Path(path))
+        save(self.domain.completion_figure(self.rows, self.given, self.samples, self.space), Path(path))
 
 
 def complete(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from emoe.config import to_dict
 from emoe.console import Progress
+from emoe.domains.base import Domain, DomainConfig
 from emoe.engine import checkpoint
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.evaluate import evaluate, make_row, method_name
@@ -61,6 +62,7 @@ class Study:
     deadline: float | None = None  # of time.monotonic(): later no run starts; finished ones are still measured
     stops: bool = False  # at the deadline a run that is under way is stopped and saved
     labels: dict[str, str] = field(default_factory=dict)  # name of a run's folder -> what the log calls it
+    domains: dict[DomainConfig, Domain] = field(default_factory=dict)  # already built, whatever the seed
     pools: Pools = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # name of a run's folder -> what ended it
@@ -137,6 +139,7 @@ class Study:
                 device=str(self.device),
                 stop=Until(stop, self.deadline) if self.stops else stop,
                 progress=shares.of(label),
+                domain=self.domains.get(experiment.domain),
             )
             assert run.result is not None
             self.seconds[name] = run.result.seconds

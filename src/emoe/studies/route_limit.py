@@ -18,7 +18,7 @@ from emoe.cli import Parser
 from emoe.commands import parse_number, parse_numbers
 from emoe.console import console_table
 from emoe.domains.toy import Toy
-from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
+from emoe.domains.toy.densities import overlap_of_law, validity_of_law
 from emoe.evaluation.evaluate import make_row
 from emoe.exact import kl_data_model
 from emoe.experiment import customise

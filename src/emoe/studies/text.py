@@ -31,7 +31,7 @@ from emoe.commands import parse_number, parse_numbers, read_results, split_setti
 from emoe.config import ConfigError
 from emoe.console import count_calls, meter
 from emoe.domains.base import DataError
-from emoe.domains.text.data import HeldOut, Text, TextConfig, read_manifest, sets_at
+from emoe.domains.text.data import HeldOut, Text, TextConfig, read_manifest
 from emoe.domains.text.prepare import MANIFEST
 from emoe.evaluation.evaluate import fresh_count, make_row
 from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units, passes
@@ -115,8 +115,9 @@ def main(words: list[str]) -> int:
     _merge(study.results, [Path(path) for path in args.merge])
     domain = experiments[0].domain
     assert isinstance(domain, TextConfig) and isinstance(judge.domain, TextConfig)
-    with sets_at({domain.path: args.set or domain.path, judge.domain.path: args.judge_set or judge.domain.path}):
-        return Chain(study, plan, domain, judge, folder, args.zero_shot).run(experiments, args.only)
+    folders = {domain.path: args.set or domain.path, judge.domain.path: args.judge_set or judge.domain.path}
+    sets = {path: Path(place) for path, place in folders.items()}
+    return Chain(study, plan, domain, judge, folder, sets, args.zero_shot).run(experiments, args.only)
 
 
 def make_parser() -> Parser:
@@ -297,6 +298,7 @@ class Chain:
     config: TextConfig  # the models' text
     judge: Experiment
     folder: Path  # results
+    sets: Mapping[str, Path]  # path in a config -> folder of the set on this machine
     zero_shot: str | None = None
     late: int = 0  # measurements that were not made
     texts: dict[TextConfig, Text] = field(default_factory=dict)
@@ -329,7 +331,7 @@ class Chain:
     def check_set(self) -> None:
         """Refuse a missing text with the option that names it."""
         try:
-            read_manifest(self.config.folder)
+            read_manifest(self.sets[self.config.path])
         except DataError as error:
             raise DataError(
                 f"set: {str(error).partition(';')[0]}; give --set FOLDER, which emoe data prepare wrote"
@@ -378,6 +380,7 @@ class Chain:
         if not experiments:
             return
         before = {run_name(one): steps_done(self.study.folder / run_name(one)) for one in experiments}
+        self.study.domains.update({one.domain: self._text(one.domain) for one in experiments})
         try:
             self.study.run(experiments)
         finally:
@@ -475,7 +478,7 @@ class Chain:
     def check_judge_set(self) -> None:
         """Refuse, before anything is trained, a text of the judge that is missing, or that is not another one."""
         assert isinstance(self.judge.domain, TextConfig)
-        folder = self.judge.domain.folder
+        folder = self.sets[self.judge.domain.path]
         if self._judge_run().finished:
             return
         try:
@@ -490,7 +493,7 @@ class Chain:
                 f"judge-set: {folder} has no validation rows, which say when to stop; prepare it with --split"
             )
         try:
-            other = read_manifest(self.config.folder)
+            other = read_manifest(self.sets[self.config.path])
         except DataError:
             return  # the judge may be trained where the models' text is not
         same = [(one["tokenizer"]["sha256"], one["length"]) for one in (mine, other)]
@@ -556,7 +559,8 @@ class Chain:
     def _score_group(self, run: JudgeRun, text: Text, archives: Sequence[Archive]) -> None:
         """Score pools that are compared with the same held-out rows."""
         assert isinstance(self.judge.domain, TextConfig)
-        own = (self.judge.domain.folder / MANIFEST).exists()  # then its tokenizer is compared with that of the samples
+        # The tokenizer of its own set, where that is here, is compared with that of the samples.
+        own = (self.sets[self.judge.domain.path] / MANIFEST).exists()
         domain = self._text(self.judge.domain) if own else text
         judge = RunJudge(load_run(run.best_run, device=str(self.study.device), domain=domain))
         reference, pca = self._held_out(run, judge, text)
@@ -738,7 +742,7 @@ class Chain:
         splits: tuple[HeldOut, ...] = ("test", "valid")
         for config in (self.config, self.judge.domain):
             try:
-                manifest = read_manifest(config.folder)
+                manifest = read_manifest(self.sets[config.path])
             except DataError:
                 continue
             tokens = (manifest["tokenizer"]["sha256"], manifest["length"])
@@ -753,7 +757,7 @@ class Chain:
     def _text(self, config: object) -> Text:
         assert isinstance(config, TextConfig)
         if config not in self.texts:
-            self.texts[config] = config.build(0)
+            self.texts[config] = Text(config, self.sets[config.path])
         return self.texts[config]
 
     @functools.cached_property

@@ -116,7 +116,7 @@ class JudgeRun:
                 watch = Watch(self, text, stop)
                 train(
                     self.experiment, self.run, resume=True, device=str(self.device), stop=Until(watch.stop, deadline),
-                    progress=watch,
+                    progress=watch, domain=text,
                 )  # fmt: skip
                 self.look(text)
             if stop.requested is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from emoe.metrics import nearest_distance, overlap, pair_overlap, position_pairs, support_radius, validity
+from emoe.domains.metrics import nearest_distance, overlap, pair_overlap, position_pairs, support_radius, validity
 
 
 def rows(*values: tuple[int, ...]) -> torch.Tensor:

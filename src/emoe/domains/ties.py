@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,12 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import Domain, DomainConfig
-from emoe.domains.rows import ROWS_DRAWN
-from emoe.domains.ties.laws import Distinct, Match, Sum, Tie
-from emoe.domains.toy import figures
-from emoe.domains.toy.data import random_state
-from emoe.metrics import OVERLAP_ROWS, RESAMPLES, pair_overlap
+from emoe.domains.base import Domain, DomainConfig, random_state
+from emoe.domains.metrics import OVERLAP_ROWS, RESAMPLES, not_empty, pair_overlap, proportion
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
@@ -66,9 +62,8 @@ class Ties(Domain):
 
     def __init__(self, config: TiesConfig, seed: int):
         length, symbols = config.length, config.symbols
-        self.name, self.seed = f"{config.family}-L{length}", seed
-        if symbols != SYMBOLS:
-            self.name += f"-S{symbols}"
+        self.name = f"{config.family}-L{length}" + (f"-S{symbols}" if symbols != SYMBOLS else "")
+        self.seed = seed
         self.space = TokenSpace(size=symbols + 1, mask_id=symbols, length=length)
         self.tie, self.groups = layout(config.family, length, symbols)
         self.rows = self._draw(config.points, "train")
@@ -87,13 +82,10 @@ class Ties(Domain):
     @property
     def chance(self) -> float:
         """Share of ties (0..1) that independent uniform symbols keep; 1/S for pairs, copies, sums and blocks."""
-        return self.tie.chance()
+        return self.tie.choices() / self.tie.symbols**self.tie.size
 
     def ideal(self, steps: int) -> float:
-        """What `ties` measures, in percent, on samples of the best factorised T-step chain; 100 * chance for T = 1.
-
-        For pairs, copies and blocks it is 100 * (1 - 1/T + 1/(T S)).
-        """
+        """The metric `ties` of the best factorised T-step chain, in percent: 100 * (1 - 1/T + 1/(T S)) for pairs."""
         return 100 * self.tie.ideal(steps)
 
     def entropy(self) -> float:
@@ -120,17 +112,14 @@ class Ties(Domain):
             100 * sum_v min(p_i(v), 1/S): 100/S for a single repeated row, short of 100 by about
             40 * sqrt((S - 1) / n) for n real ones.
         entropy: mean over positions of the entropy of the symbol in nats, at most log S.
-        pair_overlap: against fresh rows; it sees samples that repeat few rows, or tie what should be free.
+        pair_overlap: against fresh rows; low for samples that repeat few rows, or tie what should be free.
         """
-        if not len(samples):
-            raise ValueError("there are no samples to measure")
-        n, held = len(samples), self.kept(samples).double()
-        shares, right = held.mean(1), held.min(1).values.mean().item()
-        uniform = 1 / self.space.mask_id
+        kept = self.kept(not_empty(samples))
+        shares, n, uniform = kept.double().mean(1), len(samples), 1 / self.space.mask_id
         pool = samples[:OVERLAP_ROWS]
         return [
             Measurement("ties", 100 * shares.mean().item(), 100 * shares.std(correction=0).item() / math.sqrt(n), n),
-            Measurement("rows_valid", 100 * right, 100 * math.sqrt(right * (1 - right) / n), n),
+            proportion("rows_valid", kept.all(1)),
             self._of_symbols("coverage", samples, lambda p: 100 * np.minimum(p[:, :-1], uniform).sum(1).mean(), seed),
             self._of_symbols("entropy", samples, lambda p: -(p * np.log(np.maximum(p, 1e-300))).sum(1).mean(), seed),
             pair_overlap(pool, self._draw(len(pool), "measure", seed), seed),
@@ -148,41 +137,124 @@ class Ties(Domain):
             return float(value(counts.reshape(length, size) / len(rows)))
 
         draw = np.random.default_rng(seed)
-        again = [of(cells[draw.integers(len(cells), size=len(cells))]) for _ in range(RESAMPLES)]
-        return Measurement(name, of(cells), float(np.std(again, ddof=1)), len(cells))
+        resampled = [of(cells[draw.integers(len(cells), size=len(cells))]) for _ in range(RESAMPLES)]
+        return Measurement(name, of(cells), float(np.std(resampled, ddof=1)), len(cells))
 
-    def picture(self, pools: Mapping[str, Int[Tensor, "_n L"]], path: Path, *, title: str = "") -> None:
-        """Two-dimensional histograms for L = 2, otherwise heat maps of the first rows of each pool.
+    def heat_map(self, rows: Int[Tensor, "n L"]) -> np.ndarray:
+        """Tied positions side by side; groups whose tie is broken are masked."""
+        broken = ~self.kept(rows)[..., None].expand(-1, *self.groups.shape)
+        return np.ma.masked_array(rows[:, self.groups].flatten(1).numpy(), broken.flatten(1).numpy())
 
-        Tied positions stand side by side, and groups whose tie is broken are white.
+
+class Tie(ABC):
+    """A uniform law over the contents of a group of `size` positions with symbols 0..S-1.
+
+    By default any size - 1 symbols fix the last one and are themselves independent and uniform.
+    """
+
+    def __init__(self, symbols: int, size: int):
+        self.symbols, self.size = symbols, size
+
+    @abstractmethod
+    def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G g"]:
+        """Contents of n rows of G groups, independent of each other."""
+
+    @abstractmethod
+    def holds(self, content: Int[Tensor, "n G g"]) -> Bool[Tensor, "n G"]:
+        """Which groups keep their tie; all symbols are in 0..S-1."""
+
+    def choices(self) -> int:
+        """Number of contents that keep the tie, all equally likely."""
+        return int(self.symbols ** (self.size - 1))
+
+    def agreement(self, known: int, drawn: int) -> float:
+        """P(the tie is not broken yet) after `drawn` symbols were drawn independently given the same `known` ones."""
+        # Several that are drawn at once and complete the group are uniform and agree by chance.
+        return 1 / self.symbols if drawn > 1 and known + drawn == self.size else 1.0
+
+    def ideal(self, steps: int) -> float:
+        """Probability that the best factorised T-step chain keeps the tie (Eq. 2-3 with exact conditionals).
+
+        On the grid t_i = i/T with alpha(t) = 1 - t, each position still masked at t_i is revealed in that step with
+        probability 1/i, independently. With h_i(m) the probability of an unbroken end, given m known symbols and i
+        steps to go, and f = size - m:
+
+            h_i(m) = sum_k C(f, k) (1/i)^k (1 - 1/i)^(f - k) agreement(m, k) h_{i-1}(m + k),   h_0(size) = 1.
         """
-        if self.space.length == 2:
-            figures.picture(pools, path, size=self.space.mask_id, title=title)
-            return
-        pools = figures.truth_first(pools)
-        figure, panels = figures.blank(1, len(pools), title=title)
-        for panel, (name, samples) in zip(panels[0], pools.items(), strict=True):
-            rows = samples[:ROWS_DRAWN].cpu()
-            broken = ~self.kept(rows)[..., None].expand(-1, *self.groups.shape)
-            shown = np.ma.masked_array(rows[:, self.groups].flatten(1).numpy(), broken.flatten(1).numpy())
-            top = self.space.mask_id - 1
-            panel.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=top)
-            panel.set_title(name, fontsize=9)
-        figures.save(figure, path)
+        if steps < 1:
+            raise ValueError(f"steps: must be >= 1, got {steps}")
+        ends = [0.0] * self.size + [1.0]
+        for left in range(1, steps + 1):
+            reveal = 1 / left
+            ends = [
+                sum(
+                    math.comb(free, k) * reveal**k * (1 - reveal) ** (free - k)
+                    * self.agreement(self.size - free, k) * ends[self.size - free + k]
+                    for k in range(free + 1)
+                )
+                for free in range(self.size, -1, -1)
+            ]  # fmt: skip
+        return ends[0]
+
+
+class _Match(Tie):
+    """Two symbols, the second a bijection of the first: x' = b_i(x), with a bijection for each group i."""
+
+    def __init__(self, bijections: Int[np.ndarray, "G S"]):
+        super().__init__(bijections.shape[1], 2)
+        self.bijections = bijections
+
+    def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G 2"]:
+        first = state.randint(self.symbols, size=(n, groups))
+        return np.stack([first, self.bijections[np.arange(groups), first]], axis=2)
+
+    def holds(self, content: Int[Tensor, "n G 2"]) -> Bool[Tensor, "n G"]:
+        partner = torch.from_numpy(self.bijections)[torch.arange(content.shape[1]), content[..., 0]]
+        return content[..., 1] == partner
+
+
+class _Sum(Tie):
+    """Symbols that add up to 0 modulo S."""
+
+    def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G g"]:
+        free = state.randint(self.symbols, size=(n, groups, self.size - 1))
+        return np.concatenate([free, -free.sum(2, keepdims=True) % self.symbols], axis=2)
+
+    def holds(self, content: Int[Tensor, "n G g"]) -> Bool[Tensor, "n G"]:
+        return content.sum(2) % self.symbols == 0
+
+
+class _Distinct(Tie):
+    """Symbols that all differ: an arrangement of `size` of the S symbols, a permutation where size = S."""
+
+    def draw(self, n: int, groups: int, state: np.random.RandomState) -> Int[np.ndarray, "n G g"]:
+        # Symbol k is drawn as its rank among the S - k that the symbols before it leave.
+        content = np.stack([state.randint(self.symbols - k, size=(n, groups)) for k in range(self.size)], axis=2)
+        for k in range(self.size - 2, -1, -1):  # ranks among what is left become ranks among what was left before k
+            content[..., k + 1 :] += content[..., k + 1 :] >= content[..., k : k + 1]
+        return content
+
+    def holds(self, content: Int[Tensor, "n G g"]) -> Bool[Tensor, "n G"]:
+        return (content.sort(2).values.diff(dim=2) != 0).all(2)
+
+    def choices(self) -> int:
+        return math.perm(self.symbols, self.size)
+
+    def agreement(self, known: int, drawn: int) -> float:
+        left = self.symbols - known  # each is uniform over these
+        return math.perm(left, drawn) / left**drawn
 
 
 def layout(family: TieFamily, length: int, symbols: int) -> tuple[Tie, Int[Tensor, "G g"]]:
     """The tie of a family and the positions of its groups, each position in one group; no seed changes either."""
-    places = np.arange(length)
-    if family == "sums":
-        size = min(length, SUMMED)
-        return Sum(symbols, size), torch.from_numpy(places.reshape(-1, size))
-    if family == "permutations":
-        size = min(length, symbols)
-        return Distinct(symbols, size), torch.from_numpy(places.reshape(-1, size))
+    positions = np.arange(length)
+    if family in ("sums", "permutations"):
+        size = min(length, SUMMED if family == "sums" else symbols)
+        tie = _Sum(symbols, size) if family == "sums" else _Distinct(symbols, size)
+        return tie, torch.from_numpy(positions.reshape(-1, size))
     if family == "blocks":
         state = random_state(derive_seed("ties", "blocks", length, symbols))
         pairs = np.array(sorted(sorted(pair) for pair in state.permutation(length).reshape(-1, 2).tolist()))
-        return Match(np.stack([state.permutation(symbols) for _ in pairs])), torch.from_numpy(pairs)
-    pairs = places.reshape(-1, 2) if family == "pairs" else places.reshape(2, -1).T.copy()
-    return Match(np.tile(np.arange(symbols), (len(pairs), 1))), torch.from_numpy(pairs)
+        return _Match(np.stack([state.permutation(symbols) for _ in pairs])), torch.from_numpy(pairs)
+    pairs = positions.reshape(-1, 2) if family == "pairs" else positions.reshape(2, -1).T.copy()
+    return _Match(np.tile(np.arange(symbols), (len(pairs), 1))), torch.from_numpy(pairs)
