@@ -52,11 +52,6 @@ class Domain(ABC):
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """All metrics of a pool of samples; `seed` picks the fresh rows they are compared with."""
 
-    @functools.cached_property
-    def sha256(self) -> str:
-        """Hash of the training rows; a run is resumed with equal rows only."""
-        return hashlib.sha256(self.rows.contiguous().numpy().data).hexdigest()
-
     @property
     def support(self) -> Integer[Tensor, "m L"]:
         """The set X of Eq. 39: the first 3,000 training rows."""
