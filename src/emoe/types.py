@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Tokens = Int[Tensor, "B L"]
+Positions = Bool[Tensor, "B L"]
+PerRow = Float[Tensor, " B"]
+Logits = Float[Tensor, "B L V"]
+RouterLogits = Float[Tensor, "B P E"]
+Ramps = Mapping[str, Tensor]  # values of a method's ramps at a step
+
 
 @dataclass(frozen=True)
 class TokenSpace:
