@@ -16,7 +16,7 @@ from emoe import kernels
 # In a process of its own: here every function is wrapped to check shapes, which a compiler cannot trace.
 SCRIPT = """
 import torch
-from emoe.backbones import attention, dit, layers
+from emoe.backbones import attention, base, dit, layers
 from emoe.diffusion import categorical, masking, times
 from emoe.methods import masked
 from emoe.routing import experts, latent, routes
@@ -35,7 +35,7 @@ cases = {
     dit.added: [(h, normal(2, 6, 8), scale), (h, normal(2, 6, 8), None)],
     attention.rotated: [(normal(2, 6, 3, 3, 4), angle.cos(), angle.sin())],
     layers._shaped: [(logits, normal(4), normal(4), 1e-5, 5.0), (logits, None, None, 0.0, 5.0)],
-    layers.token_logits: [(logits, 4), (logits, 2)],
+    base.token_logits: [(logits, 4), (logits, 2)],
     layers.time_features: [(torch.rand(5), 6)],
     masking._masked_where: [(route, torch.rand(2, 6, dtype=torch.float64), torch.tensor([0.3, 0.9]), 4)],
     masked._row_losses: [(normal(2, 6), torch.rand(2), normal(2), beta) for beta in (torch.rand(2), torch.tensor(0.5))],

@@ -44,9 +44,7 @@ def alias(old: str, name: str) -> None:
 def _add(name: str, new: Recipe) -> None:
     other = _RECIPES.get(name, new)
     if other.origin != new.origin:
-        raise ConfigError(
-            [f"recipe: {name!r} is both in {other.origin} and in {new.origin}; choose another name for one"]
-        )
+        raise ConfigError(f"recipe: {name!r} is in both {other.origin} and {new.origin}; choose another name for one")
     _RECIPES[name] = new
 
 
@@ -63,5 +61,5 @@ def get_recipe(name: str) -> Experiment:
     if name not in recipes:
         name = _ALIASES.get(name, name)
     if name not in recipes:
-        raise ConfigError([f"recipe: {name!r} is not known{hint(name, list(recipes))}"])
+        raise ConfigError(f"recipe: {name!r} is not known{hint(name, list(recipes))}")
     return recipes[name].build()
