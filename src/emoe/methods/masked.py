@@ -19,7 +19,6 @@ from emoe.diffusion.masking import draw_revealed, log_chosen, mask_tokens, subs
 from emoe.diffusion.samplers import READ_AT_ONCE, OnStep, grid, top_p
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import stratified_times, weighted_times
-from emoe.kernels import compiled
 from emoe.methods.base import BUDGET, PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
 from emoe.types import Features, Gate, Likelihood, Logits, Loss, Mixture, Noised, PerRow, Positions, StepEvent, Tokens
@@ -157,8 +156,9 @@ class MaskedDiffusion(Method):
         if rows is None:
             kl = out.latent.kl()
             counted = kl if out.train_kl is None else out.train_kl
-            rows = RowLoss(*_row_losses(out.log_token, noised.weight, counted, self.kl_weight(noised, ramp)), kl)
-        total, recon, kl = _per_token(*rows, self.space.length)
+            recon = noised.weight * -out.log_token.sum(-1)
+            rows = RowLoss(recon + self.kl_weight(noised, ramp) * counted, recon, kl)
+        total, recon, kl = (value.mean() / self.space.length for value in rows)
         log = {"recon": recon, "kl": kl, **out.log}
         if out.aux is not None:
             log["aux"] = out.aux
@@ -288,20 +288,3 @@ def _spread(values: Tensor, run: Bool[Tensor, " n"], other: int) -> Tensor:
     rows = values.new_full((len(run), *values.shape[1:]), other)
     rows[run] = values
     return rows
-
-
-@compiled
-def _row_losses(
-    log_token: Float[Tensor, "B L"], weight: PerRow, kl: PerRow, kl_weight: Tensor
-) -> tuple[PerRow, PerRow]:
-    """w(t) * masked NLL + weight * KL of each row, and the first of the two."""
-    recon = weight * -log_token.sum(-1)
-    return recon + kl_weight * kl, recon
-
-
-@compiled
-def _per_token(
-    loss: PerRow, recon: PerRow, kl: PerRow, length: int
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
-    """Means over rows, divided by L."""
-    return loss.mean() / length, recon.mean() / length, kl.mean() / length
