@@ -15,7 +15,7 @@ from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
 from emoe.evaluation.likelihood import held_out_rows, likelihoods
-from emoe.evaluation.results import Row
+from emoe.reporting.results import Row
 from emoe.exact.laws import exact_laws, kl_data_model
 from emoe.experiment import Experiment
 from emoe.methods.base import Method

@@ -25,7 +25,7 @@ from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
 
 if TYPE_CHECKING:
-    from emoe.evaluation.results import Row
+    from emoe.reporting.results import Row
 
 
 class Run:

@@ -60,6 +60,7 @@ def train(
     device: str = "auto",
     callbacks: Sequence[Callback] | None = None,
     stop: StopSignal | None = None,
+    domain: Domain | None = None,
 ) -> Run:
     """Train a recipe (with fields overridden by `settings`) into a folder and return the run.
 
@@ -75,6 +76,7 @@ def train(
         device: auto, cpu, cuda or cuda:N.
         callbacks: What watches the run; default: a progress bar.
         stop: The flag of signals, for callers that handle signals themselves.
+        domain: The domain, if the caller has built it already.
     """
     path = Path(folder)
     experiment = customise(get_recipe(recipe) if isinstance(recipe, str) else recipe, settings or {})
@@ -83,7 +85,7 @@ def train(
     label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
     shown: Sequence[Callback] = [ProgressBar(label)] if callbacks is None else callbacks
     with joined(where) as world, contextlib.ExitStack() as stack:
-        domain = experiment.domain.build(experiment.seed)
+        domain = domain or experiment.domain.build(experiment.seed)
         method = experiment.build_method(domain.space).to(where)
         data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])

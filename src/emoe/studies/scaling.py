@@ -1,263 +1,147 @@
-"""How far a latent carries: rows of tied symbols of growing length, for several ways to learn it."""
+"""Rows of tied symbols of growing length, for several ways to learn a latent."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from emoe.cli import Parser
-from emoe.commands import parse_number, parse_numbers, split_settings
 from emoe.config import ConfigError
-from emoe.console import console_table
-from emoe.domains.ties import TieFamily, Ties, TiesConfig
-from emoe.evaluation.evaluate import evaluate_likelihood, make_row
-from emoe.evaluation.latent_blocks import (
-    VARIANTS,
-    Place,
-    as_words,
-    by_variant,
-    chances,
-    common_changes,
-    default_depth,
-    health_lines,
-    mean_of,
-    ordered_variants,
-    scaling_lines,
-    variant_of,
-)
-from emoe.evaluation.results import Results, Row
+from emoe.domains.ties import TieFamily, Ties
+from emoe.evaluation.measure import row
 from emoe.experiment import Experiment, customise
+from emoe.figures.base import save
+from emoe.figures.curves import Panel, draw
 from emoe.recipes import get_recipe
-from emoe.runs import Run
-from emoe.studies.base import make_study
-from emoe.studies.latent import (
-    add_options,
-    complete,
-    parse_deadline,
-    parse_jobs,
-    parse_names,
-    parse_seeds,
-    refuse_fields,
-)
-from emoe.types import Convention, Measurement
+from emoe.reporting.render import print_table
+from emoe.reporting.results import Results, Row
+from emoe.reporting.ties import by_variant, default_depth, health_tables, ordered_variants, scaling_tables, setting_of
+from emoe.studies import options
+from emoe.studies.course import routing_stage
+from emoe.studies.figures import mean_curve
+from emoe.studies.options import flag, folder
+from emoe.studies.pipeline import Study, stale
+from emoe.studies.pools import PoolKey
+from emoe.studies.stages import Stage, Trained, likelihood_stage, pool_stage, time_stage
+from emoe.types import Measurement
 
+FAMILIES = get_args(TieFamily)
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # name -> recipe and changed fields
+    "mdlm": ("ties-mdlm", {}),
+    "paper": ("ties-emoe", {}),
+    "plus": ("ties-emoe-wake-sleep", {}),
+    "vadd": ("ties-vadd", {}),
+    "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
+    "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
+}
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
-LENGTHS = "2,4,8,16,32,64"
 HELD_OUT_ROWS = 2_000  # of bound@1
-LAST_LINES = 10  # of the training log, whose mean is taken
-DEAD = 0.1  # share of an even share below which an expert counts as dead
-RESERVED = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
 
 
-def main(words: list[str]) -> int:
-    """`emoe reproduce scaling`."""
-    rest, settings = split_settings(words)
-    families = get_args(TieFamily)
-    parser = Parser(
-        prog="emoe reproduce scaling",
-        description="Train variants on rows of tied symbols of growing length and measure how many ties one network "
-        "call keeps, whether samples stay varied, and what the latent does. The longest rows of the default variants "
-        "come first. Fields of all recipes can be overridden, for instance --train.steps 500 for a try. Killed, or out "
-        "of --budget, it continues with the same command; what is trained and measured stays.",
-    )
-    parser.add_argument(
-        "--variants", default=",".join(DEFAULT_VARIANTS),
-        help=f"of {', '.join(VARIANTS)} (default {','.join(DEFAULT_VARIANTS)})",
+@dataclass(frozen=True, kw_only=True)
+class Options(options.Options):
+    """Options of the study of row lengths."""
+
+    command = "reproduce scaling"
+    reserved = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
+
+    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(VARIANTS))
+    families: tuple[str, ...] = flag(FAMILIES, "families of ties", allowed=FAMILIES)
+    lengths: tuple[int, ...] = flag((2, 4, 8, 16, 32, 64), "lengths L of a row", low=2, high=10_000)
+    depth: int | None = flag(None, "blocks of the network; default: 2 to 6, growing with L", low=2, high=100)
+    seeds: tuple[int, ...] = flag((0,), "seeds", low=0, high=options.LARGEST_SEED)
+    runs: Path = folder("runs/scaling")
+
+
+def run(options: Options) -> int:
+    """Train variants on tied symbols; measure ties kept in one call, coverage of samples, and the latent."""
+    labels = labelled_experiments(options)
+    study = Study(
+        options, "scaling", list(labels), _stages, references=_ideal, write=functools.partial(_write, options),
+        labels=labels, measures_late=True,
     )  # fmt: skip
-    parser.add_argument("--families", default=",".join(families), help=f"of {', '.join(families)} (default: all)")
-    parser.add_argument("--lengths", default=LENGTHS, help=f"lengths L of a row (default {LENGTHS})")
-    parser.add_argument("--depth", help="blocks of the network for all lengths (default: 2 to 6, growing with L)")
-    add_options(parser, "scaling", seeds="0")
-    args = parser.parse_args(rest)
-    deadline = parse_deadline(args.budget)
-    refuse_fields(settings, RESERVED)
-    experiments = make_experiments(
-        parse_names("variants", args.variants, VARIANTS),
-        parse_names("families", args.families, families),
-        parse_numbers("lengths", args.lengths, low=2),
-        parse_seeds(args.seeds),
-        settings,
-        depth=None if args.depth is None else parse_number("depth", args.depth, low=2, high=100),
-    )
-    folder = Path(args.results)
-    study = make_study(
-        "reproduce scaling", words, folder=Path(args.runs), results=folder / "scaling.json", device=args.device,
-        quiet=args.quiet, jobs=parse_jobs(args.jobs),
-    )  # fmt: skip
-    study.more, study.deadline = latent_rows, deadline
-    code = complete(study, experiments, _label, "ties")
-    recorded = study.add(reference_rows(experiments, Results.load(study.results)))
-    results = recorded.only(recipe={"reference", *(one.name for one in experiments)})
-    header, lines = scaling_lines(results)
-    if not lines:
-        print("nothing is measured yet")
-        return code
-    console_table(header, lines, title="Ties kept at NFE 1 (%), and coverage (%) in parentheses")
-    common = common_changes(results)
-    if common:
-        print(f"all with {as_words(common)}")
-    header, health = health_lines(results)
-    if health:
-        console_table(header, health, title="The latent at the largest L")
-    written = [study.results]
-    picture = folder / "figures" / "scaling.png"
-    if figure(recorded.only(task="ties"), picture):  # all that is recorded, as in docs: a part of it may be run alone
-        written.append(picture)
-    study.note(f"written: {', '.join(map(str, written))}")
-    return code
+    return study.run()
 
 
-def make_experiments(
-    variants: Sequence[str],
-    families: Sequence[str],
-    lengths: Sequence[int],
-    seeds: Sequence[int],
-    settings: Mapping[str, str],
-    depth: int | None = None,
-) -> list[Experiment]:
-    """All runs: first those of the default variants, the longest rows at the beginning.
+def labelled_experiments(options: Options) -> dict[Experiment, str]:
+    """First the default variants, the longest rows at the beginning.
 
-    Lengths that a family cannot cut into groups are left out; what a variant is made of wins over `settings`.
+    Lengths that a family cannot cut into groups are left out; fields of a variant win over `settings`.
     """
-    found: dict[str, tuple[tuple[bool, int], Experiment]] = {}
-    refused: list[str] = []
-    for length in dict.fromkeys(lengths):
-        for seed in seeds:
-            for family in families:
-                for variant in variants:
-                    recipe, own = VARIANTS[variant]
-                    place = {
-                        "domain.family": family, "domain.length": str(length), "seed": str(seed),
-                        "backbone.depth": str(depth or default_depth(length)),
-                    }  # fmt: skip
-                    try:
-                        one = customise(get_recipe(recipe), {**_normal(settings), **own, **place})
-                    except ConfigError as error:
-                        if any(not line.startswith("domain.length:") for line in error.problems):
-                            raise
-                        refused += error.problems
-                        continue
-                    found.setdefault(f"{one.name} seed {seed}", ((variant not in DEFAULT_VARIANTS, -length), one))
+    settings = {name.replace("_", "-"): text for name, text in options.settings.items()}
+    found, refused = list[tuple[tuple[bool, int], Experiment, str]](), list[str]()
+    tasks = itertools.product(options.lengths, options.seeds, options.families, options.variants)
+    for length, seed, family, variant in tasks:
+        depth = options.depth or default_depth(length)
+        task = {"domain.family": family, "domain.length": length, "backbone.depth": depth, "seed": seed}
+        recipe, own = VARIANTS[variant]
+        try:
+            one = customise(get_recipe(recipe), {**settings, **own, **{name: str(text) for name, text in task.items()}})
+        except ConfigError as error:
+            if any(not line.startswith("domain.length:") for line in error.problems):
+                raise
+            refused += error.problems
+        else:
+            order = variant not in DEFAULT_VARIANTS, -length
+            found.append((order, one, f"{variant}, {family}-L{length}, seed {seed}"))
     if not found:
         raise ConfigError(list(dict.fromkeys(refused)))
-    return [one for _, one in sorted(found.values(), key=lambda pair: pair[0])]
+    return {one: label for _, one, label in sorted(found, key=lambda item: item[0])}
 
 
-def _normal(settings: Mapping[str, str]) -> dict[str, str]:
-    """Fields in one spelling, so that a variant's own settings replace them."""
-    return {name.replace("_", "-"): text for name, text in settings.items()}
+def _stages(trained: Trained) -> list[Stage]:
+    config = trained.experiment.eval
+    pools = [pool_stage(trained, PoolKey(nfe), config.samples) for nfe in config.nfe]
+    bound = likelihood_stage(trained, "bound@1", HELD_OUT_ROWS, lambda nll, length: [nll])
+    return [time_stage(trained), *pools, bound, routing_stage(trained)]
 
 
-def _label(experiment: Experiment) -> str:
-    """A run in the log: `plus, pairs-L64`."""
-    domain = experiment.domain
-    assert isinstance(domain, TiesConfig)
-    return f"{variant_of(experiment.name)[0]}, {domain.family}-L{domain.length}"
+def _ideal(runs: Sequence[Trained]) -> list[Stage]:
+    """What the best factorised chain keeps of the ties; at NFE 1 chance."""
 
-
-def latent_rows(run: Run) -> list[Row]:
-    """bound@1 of held-out rows, the coordination gain if there is a latent, and the routing at the end of training."""
-    rows = evaluate_likelihood(
-        run.method, run.domain, run.experiment, [Convention.parse("bound@1")], rows=HELD_OUT_ROWS
-    )
-    kept = [row for row in rows if row.metric in ("nll", "coordination_gain")]
-    found = routing_health(last_lines(run.path / "metrics.jsonl"))
-    return kept + [make_row(item, run.domain, run.experiment, nfe=None) for item in found]
-
-
-def last_lines(path: Path, count: int = LAST_LINES) -> list[dict[str, Any]]:
-    """The last lines of a metrics.jsonl file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()[-count:]]
-
-
-def routing_health(lines: Sequence[Mapping[str, Any]]) -> list[Measurement]:
-    """What the routing does, from lines of the training log; nothing where nothing is routed.
-
-    route_kl/blockD: mean route KL in nats per position.
-    usage_entropy/blockD: entropy in nats of the mean usage of the block's experts, at most log E: of the aggregate
-        posterior. least_usage_entropy is the least of them.
-    dead_experts: experts whose mean usage is below 1 / (10 E), over all blocks; n is the number of all experts.
-    effective_draws: how many of the K draws count, where draws are compared.
-    """
-    found: list[Measurement] = []
-    entropies: list[float] = []
-    dead = total = 0
-    names = [name for name in (lines[-1] if lines else {}) if name.startswith("usage/")]
-    for name in names:
-        block = name.removeprefix("usage/")
-        usage = [sum(column) / len(lines) for column in zip(*(line[name] for line in lines), strict=True)]
-        entropies.append(-sum(share * math.log(share) for share in usage if share > 0))
-        dead += sum(share < DEAD / len(usage) for share in usage)
-        total += len(usage)
-        found += _mean(lines, f"route_kl/{block}")
-        found.append(Measurement(f"usage_entropy/{block}", entropies[-1], None, len(lines)))
-    if names:
-        found.append(Measurement("least_usage_entropy", min(entropies), None, len(lines)))
-        found.append(Measurement("dead_experts", dead, None, total))
-    return found + _mean(lines, "effective_draws")
-
-
-def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> list[Measurement]:
-    """Mean of a number over the lines that have it; a log holds nan and inf as texts."""
-    values = [float(line[name]) for line in lines if isinstance(line.get(name), int | float)]
-    return [Measurement(name, math.fsum(values) / len(values), None, len(values))] if values else []
-
-
-def reference_rows(experiments: Sequence[Experiment], results: Results) -> list[Row]:
-    """What the best factorised chain keeps of the ties, where models were measured but not yet it; at NFE 1 chance."""
-    measured = {row.data for row in results.select(task="ties", metric="ties")}
-    known = {(row.data, row.nfe) for row in results.select(task="ties", method="ideal")}
-    rows: dict[tuple[str, int], Row] = {}
-    for one in experiments:
-        assert isinstance(one.domain, TiesConfig)
-        domain = dataclasses.replace(one.domain, points=2).build(one.seed)
+    def stage(trained: Trained) -> Stage:
+        domain, experiment = trained.domain, dataclasses.replace(trained.experiment, name="reference")
         assert isinstance(domain, Ties)
-        named = dataclasses.replace(one, name="reference")
-        for nfe in one.eval.nfe if domain.name in measured else ():
-            item = Measurement("ties", domain.ideal(nfe), None, None)
-            row = make_row(item, domain, named, nfe=nfe, method="ideal")
-            if (domain.name, nfe) not in known:
-                rows[domain.name, nfe] = dataclasses.replace(row, seed=None)
-    return list(rows.values())
+
+        def run() -> list[Row]:
+            items = {nfe: Measurement("ties", domain.ideal(nfe), None, None) for nfe in experiment.eval.nfe}
+            rows = [row(item, domain, experiment, nfe=nfe, method="ideal") for nfe, item in items.items()]
+            return [dataclasses.replace(one, seed=None) for one in rows]
+
+        def done(results: Results) -> bool:
+            return {row.nfe for row in results.select(method="ideal", data=domain.name)} >= set(experiment.eval.nfe)
+
+        return Stage(f"ideal chain of {domain.name}", done, run)
+
+    return [stage(trained) for trained in {trained.domain.name: trained for trained in runs}.values()]
 
 
-def figure(results: Results, path: Path) -> bool:
-    """Ties kept at NFE 1 against L, a panel for each family, a line for each variant; False without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    groups, chance = by_variant(results), chances(results)
-    families = sorted({place.family for place, _ in groups})
-    lengths = sorted({place.length for place, _ in groups})
-    labels = ordered_variants(label for _, label in groups)
-    picture = Figure(figsize=(2.7 * len(families), 3.2), layout="constrained")
-    FigureCanvasAgg(picture)
-    panels = picture.subplots(1, len(families), sharey=True, squeeze=False)[0]
-    for panel, family in zip(panels, families, strict=True):
-        for number, label in enumerate(labels):
-            means = {length: mean_of(groups.get((Place(family, length), label), []), "ties", 1) for length in lengths}
-            points = [(length, mean) for length, mean in means.items() if mean is not None]
-            panel.errorbar(
-                [length for length, _ in points], [mean.mean for _, mean in points],
-                yerr=[mean.stderr or 0.0 for _, mean in points], marker="o", markersize=4, linewidth=1.2, capsize=2,
-                label=label, color=f"C{number}",
-            )  # fmt: skip
-        levels = [(length, chance[Place(family, length)]) for length in lengths if Place(family, length) in chance]
-        panel.plot(*zip(*levels, strict=True), color="0.4", linestyle=":", label="chance")
-        panel.set_xscale("log", base=2)
-        panel.set(title=family, xlabel="length L", xticks=lengths, xticklabels=[str(length) for length in lengths])
-        panel.set_ylim(-3, 103)
-        panel.grid(color="0.92")
-    panels[0].set_ylabel("ties kept at NFE 1 (%)")
-    handles, names = panels[0].get_legend_handles_labels()
-    picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path, dpi=120)
-    return True
+def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
+    """Tables of these runs on the terminal; the figure of everything that is recorded."""
+    part = results.only(recipe={"reference", *(trained.experiment.name for trained in runs)})
+    for table in [*scaling_tables(part), *health_tables(part)]:
+        print_table(table)
+        print(table.note)
+    path, ties = options.results / "figures" / "scaling.png", results.only(task="ties", metric="ties", nfe=1)
+    if not ties.models.rows or not stale(path, [options.results / "scaling.json"]):
+        return []
+    families = sorted({setting_of(row.data).family for row in ties.models.rows})
+    save(draw([[_panel(ties, family) for family in families]], width=2.9), path)
+    return [path]
+
+
+def _panel(results: Results, family: str) -> Panel:
+    """Ties kept at NFE 1 against L: a line for each variant, and chance."""
+    groups = {key: rows for key, rows in by_variant(results).items() if key[0].family == family}
+    rows = {
+        label: [row for (_, name), group in groups.items() if name == label for row in group]
+        for label in ordered_variants(label for _, label in groups)
+    }
+    curves = {label: mean_curve(group, lambda row: setting_of(row.data).length) for label, group in rows.items()}
+    chance = [row for row in results.select(method="ideal") if setting_of(row.data).family == family]
+    curves["chance"] = mean_curve(chance, lambda row: setting_of(row.data).length, colour="0.4", style=":")
+    return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")
