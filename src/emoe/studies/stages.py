@@ -241,9 +241,9 @@ def likelihood_stage(
     return Stage(name + f" of {source.name}" * (elsewhere is not None), done, run, passes(likelihood) * count)
 
 
-def exact_stage(trained: Trained) -> Stage:
-    """Measures of the exact laws of a toy's samplers."""
-    nfe = trained.experiment.eval.nfe
+def exact_stage(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
+    """Measures of the exact laws of a toy's samplers; by default at the NFE of the experiment."""
+    nfe = nfe or trained.experiment.eval.nfe
 
     def done(results: Results) -> bool:
         return all(trained.recorded(results, metric="kl", nfe=steps, convention="exact") for steps in nfe)

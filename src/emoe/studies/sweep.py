@@ -1,0 +1,237 @@
+"""A grid of settings on tasks and seeds: every trial is compared with the base on the same task and seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from emoe.config import ConfigError, hint, to_dict
+from emoe.domains.toy import Toy
+from emoe.evaluation.likelihood import HELD_OUT, in_units
+from emoe.experiment import Experiment, customise
+from emoe.recipes import get_recipe
+from emoe.reporting.cells import measure, write
+from emoe.reporting.render import markdown, print_table
+from emoe.reporting.results import Results, mean_of
+from emoe.reporting.table import Table
+from emoe.studies import options
+from emoe.studies.options import LARGEST_SEED, flag, hidden
+from emoe.studies.pipeline import Study, write_page
+from emoe.studies.pools import PoolKey
+from emoe.studies.stages import Stage, Trained, exact_stage, likelihood_stage, pool_stage, time_stage
+
+EXACT = ("validity", "overlap", "nll", "kl")  # of a toy model's law, without sampling noise
+GAIN = "coordination_gain"  # from bound@1: it has no NFE
+NOTE = (
+    "Mean ± standard error over tasks and seeds. `minus base` is the mean difference to the base on the same task and "
+    "seed, the number to judge a change by."
+)
+Settings = dict[str, str]
+Trials = dict[str, list[Experiment]]  # label -> an experiment for each task and seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(options.Options):
+    """Options of a sweep; `settings` hold for all trials."""
+
+    command = "sweep"
+
+    recipe: str = flag("", "name of a recipe; unchanged it is the base", positional=True)
+    name: str = flag("", "name of the sweep; its folder is runs/sweep/NAME")
+    vary: tuple[str, ...] = flag((), "FIELD=A,B,...: values of a field; several options make a grid", repeat=True)
+    also: tuple[str, ...] = flag((), "'FIELD=A FIELD=B ...': one more trial", repeat=True)
+    on: tuple[str, ...] = flag((), "FIELD=A,B,...: tasks that every trial is trained on", repeat=True)
+    seeds: tuple[int, ...] | None = flag(None, "seeds; default: the recipe's", low=0, high=LARGEST_SEED)
+    metric: tuple[str, ...] = flag(("kl",), "what is measured; the first metric at the first NFE ranks the trials")
+    nfe: tuple[int, ...] = flag((1,), "numbers of network calls", low=1, high=9_999)
+    out: Path | None = flag(None, "folder; default: runs/sweep/NAME", recorded=False)
+    runs: Path = hidden()
+    results: Path = hidden()
+
+
+def run(options: Options) -> int:
+    """Train a recipe under many settings and compare each with the recipe itself."""
+    if not re.fullmatch(r"\w[\w.-]*", options.name):
+        raise ConfigError([f"name: expected letters, digits, dots and dashes, got {options.name!r}"])
+    trials, out = make_trials(options), options.out or Path("runs/sweep") / options.name
+    check_metrics(options.metric, trials["base"])
+    own = dataclasses.replace(options, runs=out / "runs", results=out)
+    seeds = len(options.seeds or [0])
+    tasks = [f", {text}" * bool(options.on) for text in map(as_text, tasks_of(options)) for _ in range(seeds)]
+    labels = {
+        one: f"{label}{task}, seed {one.seed}"
+        for label, trial in trials.items()
+        for task, one in zip(tasks, trial, strict=True)
+    }
+    study = Study(
+        own, "results", list(labels), functools.partial(_stages, own), references=lambda runs: [],
+        write=functools.partial(_write, own, trials), labels=labels, measures_late=True,
+    )  # fmt: skip
+    study.run()
+    return int(len(study.failed) == len(labels))  # a trial that fails is a result, too
+
+
+# --- Trials ----------------------------------------------------------------------------------------------------------
+
+
+def make_trials(options: Options) -> Trials:
+    """The base, the grid and the trials picked by hand; equal ones once. Every refused setting is named."""
+    tasks = tasks_of(options)
+    seeds: list[Settings] = [{}] if options.seeds is None else [{"seed": str(seed)} for seed in options.seeds]
+    changes = [{}, *grid([parse_values("vary", text) for text in options.vary]), *map(parse_trial, options.also)]
+    recipe, common = get_recipe(options.recipe), normal(options.settings)
+    trials, problems, contents = Trials(), list[str](), dict[str, str]()  # contents by name
+    for change in changes:
+        label = as_text(change) or "base"
+        for name, other in itertools.product(change, tasks[0]):
+            if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
+                problems.append(f"trial {label}: {name} is set by --on; a trial cannot change it too")
+        try:
+            places = itertools.product(tasks, seeds)
+            trial = [customise(recipe, layered(common, change, task, seed)) for task, seed in places]
+        except ConfigError as error:
+            if not change:
+                raise
+            problems += [f"trial {label}: {line}" for line in error.problems]
+            continue
+        content = json.dumps([to_dict(dataclasses.replace(one, name="")) for one in trial], sort_keys=True)
+        if contents.setdefault(trial[0].name, content) != content:
+            problems.append(f"trial {label}: changes nothing that is trained; leave it out")
+        elif list(contents.values()).count(content) == 1 and trial not in trials.values():
+            trials[label] = trial
+    if problems:
+        raise ConfigError(problems[:20])
+    return trials
+
+
+def tasks_of(options: Options) -> list[Settings]:
+    """The tasks of every trial."""
+    return grid([parse_values("on", text) for text in options.on])
+
+
+def as_text(settings: Mapping[str, str]) -> str:
+    """Settings as they are typed."""
+    return " ".join(f"{name}={text}" for name, text in settings.items())
+
+
+def normal(settings: Mapping[str, str]) -> Settings:
+    """Fields in one spelling: dashes, and a kind by its family's name."""
+    return {name.replace("_", "-").removesuffix(".kind"): text for name, text in settings.items()}
+
+
+def parse_values(option: str, text: str) -> tuple[str, list[str]]:
+    """`FIELD=A,B` or, for values that hold commas, `FIELD=A|B`."""
+    field, equals, values = text.partition("=")
+    found = [value.strip() for value in values.split("|" if "|" in values else ",") if value.strip()]
+    if not equals or not field.strip() or not found:
+        raise ConfigError([f"{option}: expected FIELD=VALUE,VALUE,... got {text!r}"])
+    (name,) = normal({field.strip(): ""})
+    if name in ("seed", "name"):
+        raise ConfigError([f"{option}: {name} cannot be varied; " + ("use --seeds" if name == "seed" else "leave it")])
+    return name, list(dict.fromkeys(found))
+
+
+def parse_trial(text: str) -> Settings:
+    """`FIELD=A FIELD=B`: a setting begins where FIELD= follows a space, so values may hold spaces and commas."""
+    parts = (parse_values("also", f"{part}|") for part in re.split(r"\s+(?=[\w.-]+=)", text.strip()))
+    return {name: values[0] for name, values in parts}
+
+
+def grid(options: Sequence[tuple[str, list[str]]]) -> list[Settings]:
+    """All combinations, the last field changing fastest; one empty set of settings without options."""
+    names = [name for name, _ in options]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError([f"{name}: given twice; write all its values in one option" for name in twice])
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in options))]
+
+
+def layered(*layers: Mapping[str, str]) -> Settings:
+    """Later settings over earlier ones; a family that is switched (`method=vadd`) drops earlier fields of it."""
+    merged: Settings = {}
+    for layer in layers:
+        kept = {name: text for name, text in merged.items() if not any(name.startswith(f"{new}.") for new in layer)}
+        merged = kept | dict(layer)
+    return merged
+
+
+# --- Measures --------------------------------------------------------------------------------------------------------
+
+
+def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> None:
+    """Refuse a metric that the data do not have, before anything is trained."""
+    for experiment in {one.domain: one for one in experiments}.values():
+        domain = experiment.domain.build(experiment.seed)
+        names = [*EXACT] if isinstance(domain, Toy) else [item.metric for item in domain.measure(domain.fresh(20, 0))]
+        for metric in metrics:
+            if metric not in (GAIN, *names):
+                raise ConfigError([f"metric: {domain.name} has no {metric!r}{hint(metric, [*names, GAIN])}"])
+
+
+def _stages(options: Options, trained: Trained) -> list[Stage]:
+    """The exact law of a toy, samples elsewhere, bound@1 for the gain."""
+    stages = [time_stage(trained)]
+    if isinstance(trained.domain, Toy):
+        stages += [exact_stage(trained, options.nfe)] * (options.metric != (GAIN,))
+    else:
+        stages += [pool_stage(trained, PoolKey(nfe), trained.experiment.eval.samples) for nfe in options.nfe]
+    if GAIN in options.metric:
+        stages.append(likelihood_stage(trained, "bound@1", HELD_OUT, in_units))
+    return stages
+
+
+def _write(options: Options, trials: Trials, results: Results, runs: Sequence[Trained]) -> list[Path]:
+    """The table of trials, best first."""
+    columns = [Column(metric, nfe) for metric in options.metric for nfe in (options.nfe if metric != GAIN else [None])]
+    first, *others = columns
+    base = first.values(results, trials["base"])
+    rows = []
+    for label in sorted(trials, key=lambda label: first.rank(results, trials[label])):
+        own = first.values(results, trials[label])
+        gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
+        cells = [column.cell(results, trials[label]) for column in others]
+        cells += [Column("step_ms", None).cell(results, trials[label]), f"{len(own)}/{len(trials[label])}"]
+        rows.append([label, first.cell(results, trials[label]), write(gap, f"+.{first.digits}f"), *cells])
+    header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
+    table = Table(header, rows, title=options.recipe, note=NOTE)
+    print_table(table)
+    command = f"```bash\n{options.command_line()}\n```\n"
+    return write_page(options.results / "ranking.md", f"{markdown([table])}\n{command}")
+
+
+class Column(NamedTuple):
+    """A metric at a number of network calls."""
+
+    metric: str
+    nfe: int | None
+
+    def __str__(self) -> str:
+        return self.metric if self.nfe is None else f"{self.metric}, NFE {self.nfe}"
+
+    @property
+    def digits(self) -> int:
+        """Decimals; differences of likelihoods are small."""
+        return 4 if self.metric in ("kl", "nll") else measure(self.metric).digits
+
+    def values(self, results: Results, trial: Sequence[Experiment]) -> dict[int, float]:
+        """The numbers of the runs of a trial that have one, by their position."""
+        same = {"metric": self.metric, "nfe": self.nfe}
+        rows = [results.select(recipe=one.name, seed=one.seed, **same) for one in trial]
+        return {position: float(found[0].value) for position, found in enumerate(rows) if found}
+
+    def cell(self, results: Results, trial: Sequence[Experiment]) -> str:
+        """Mean and standard error over tasks and seeds."""
+        return write(mean_of(self.values(results, trial).values()), f".{self.digits}f")
+
+    def rank(self, results: Results, trial: Sequence[Experiment]) -> tuple[bool, float]:
+        """Sorts trials: those that lack a run last, the others by their mean where a direction is better."""
+        values = self.values(results, trial)
+        sign = {"high": -1.0, "low": 1.0}.get(measure(self.metric).better or "", 0.0)
+        return len(values) < len(trial), sign * math.fsum(values.values()) / max(1, len(values))
