@@ -24,9 +24,10 @@ import torch
 
 from emoe.engine.stepper import WARMUP_STEPS, Stepper
 from emoe.engine.trainer import set_arithmetic
-from emoe.evaluation.results import Row, RunInfo, describe_machine, record
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
+from emoe.reporting.provenance import describe_machine
+from emoe.reporting.results import Row, RunInfo, record
 from emoe.rng import Rng
 from emoe.runs import pick_device
 

@@ -10,11 +10,11 @@ import torch
 
 from emoe import verify
 from emoe.cli import main
-from emoe.evaluation.estimator_blocks import BASELINE, FAMILIES, STATES, estimator_order
-from emoe.evaluation.readme import render
-from emoe.evaluation.results import Results
 from emoe.exact import chain_law, exact_nll
 from emoe.methods.emoe import EMoE
+from emoe.reporting.docs import BLOCKS
+from emoe.reporting.latent import BASELINE, FAMILIES, STATES, estimator_order
+from emoe.reporting.results import Results
 from emoe.studies import estimators as study
 
 
@@ -121,7 +121,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert ratio.value > 0
     assert results.select(recipe=BASELINE, metric="step_ratio")[0].value == 1
     assert (tmp_path / "figures" / "estimators.png").stat().st_size > 10_000
-    text = render("<!-- generated:estimator-table -->\n<!-- /generated:estimator-table -->\n", tmp_path)
+    text = BLOCKS["estimator-table"](tmp_path)
     assert text.count("\n| wake-sleep K=16 |") == 2 and "**Early**" in text and "**Middle**" in text
     assert main(["reproduce", "estimators", "--train.steps", "3"]) == 2
     assert "train.steps: this study has no settings" in capsys.readouterr().err

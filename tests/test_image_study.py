@@ -21,25 +21,18 @@ from emoe.domains.images import DigitsConfig, as_images, judge
 from emoe.domains.images.data import MASK
 from emoe.domains.images.film import EXPERTS, GAP, GROUND, Frame, Recorder, encode, palette, tile, write_film
 from emoe.engine.trainer import TrainConfig
-from emoe.evaluation.image_blocks import (
-    bpd_lines,
-    bpd_markdown,
-    conventions_of,
-    image_tables,
-    models,
-    nfe_grid,
-    nfe_markdown,
-    reference_name,
-)
 from emoe.evaluation.likelihood import estimate_nll
-from emoe.evaluation.readme import render
-from emoe.evaluation.results import Results, Row, RunInfo, record
 from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.pretrained import release
 from emoe.recipes import _RECIPES, all_recipes
+from emoe.reporting.docs import BLOCKS
+from emoe.reporting.images import KINDS, bpd_tables, image_page, nfe_tables
+from emoe.reporting.recipes import reference_name
+from emoe.reporting.results import Results, Row, RunInfo, record
+from emoe.reporting.table import Table, conventions_of, models
 from emoe.rng import Rng, derive_seed
 from emoe.runs import load_run
 from emoe.studies import images
@@ -113,7 +106,7 @@ def test_the_study_measures_everything_and_writes_tables_and_figures(finished):
     for method in METHODS:
         mine = results.only(method=method)
         assert {row.recipe for row in mine.rows} == {f"digits-{method}"}
-        assert conventions_of(mine.rows) == (PLAIN if method == "mdlm" else LATENT)
+        assert conventions_of(models(mine), "bpd", KINDS) == (PLAIN if method == "mdlm" else LATENT)
         for row in mine.select(metric="bpd"):
             assert row.n == (3 if row.convention.startswith("iw") else 20) and row.stderr is not None
         for nfe in (1, 2):
@@ -129,7 +122,7 @@ def test_the_study_measures_everything_and_writes_tables_and_figures(finished):
     assert dense.value == total_parameters(run.method)
 
     text = (finished.folder / "results/digits.md").read_text()
-    assert text == image_tables(results, "digits")
+    assert text == image_page(results, "digits")
     assert all(f" {name} |" in text for name in {*PLAIN, *LATENT}) and "0.077" not in text
     figures = finished.folder / "results/figures"
     names = {"digits-samples.png", "digits-curves.png", "digits-film.gif"}
@@ -284,12 +277,12 @@ def test_an_unfinished_run_is_measured_on_request_and_called_so(tmp_path, capsys
     rows = Results.load(tmp_path / "results/digits.json").select(method="mdlm", metric="ink")
     assert {row.recipe for row in rows} == {"digits-mdlm train.steps=4 reached=2"}
     assert study(tmp_path, f"{words} --only draw --unfinished") == 0
-    assert "| MDLM, step 2 |" in (tmp_path / "results/digits.md").read_text()
+    assert "All with `train.steps=4 reached=2`" in (tmp_path / "results/digits.md").read_text()
     shutil.move(tmp_path / "kept", last)
     assert study(tmp_path, words) == 0
     results = Results.load(tmp_path / "results/digits.json")
     assert len({row.recipe for row in results.select(method="mdlm")}) == 2  # the early numbers stay in the file
-    assert ", step 2" not in (tmp_path / "results/digits.md").read_text()
+    assert "| MDLM reached=2 |" in (tmp_path / "results/digits.md").read_text()  # and are called so
 
 
 def test_released_weights_stand_in_for_a_run_on_request(finished, tmp_path, monkeypatch, capsys):
@@ -475,78 +468,67 @@ MADE = [
 ]
 
 
+def cells(table: Table) -> dict[str, list[str]]:
+    """Label -> cells of a table."""
+    return {line[0]: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in line[1:]] for line in table.rows}
+
+
 def test_bits_per_dimension_beside_the_paper(tmp_path):
-    header, lines = bpd_lines(made(tmp_path, MADE), "mnist")
+    (table,) = bpd_tables(made(tmp_path, MADE))
     names = ["objective", "nelbo", "bound@4", "bound@16", "iw@4,64"]
-    assert header == ["binarized MNIST", "parameters", "active", "paper", *names, "coordination gain"]
-    cells = {line[0]: line[1:] for line in lines}
-    assert list(cells) == ["MDLM", "E-MoE", "VADD"]
-    objective = "0.0812\N{NO-BREAK SPACE}±0.0004"
-    assert cells["MDLM"] == ["2.07M\n*(2.07M)*", "2.07M", "*0.077*", objective, "0.0811", "—", "0.3000", "—", "—"]
-    assert cells["E-MoE"][:5] == ["2.49M\n*(2.49M)*", "2.18M\n*(2.18M)*", "*0.062*", "0.0612", "—"]
-    assert cells["E-MoE"][5:] == ["0.9000", "—", "0.7000", "+0.0123"]
-    assert cells["VADD"] == ["—\n*(2.50M)*", "—", "*0.064*", *["—"] * 6]
-    text = bpd_markdown(made(tmp_path, MADE))
-    assert "10,000 test images; `iw` on 1,000." in text and "commit `0123456789ab` on a GPU" in text
-    assert "bounds nothing where there is a latent" in text and "does not name a convention" in text
+    assert table.header == ["binarized MNIST", "parameters", "active", "paper", *names, "coordination gain"]
+    shown = cells(table)
+    assert list(shown) == ["MDLM", "E-MoE", "VADD"]
+    numbers = ["0.0812 ±0.0004", "0.0811", "—", "0.3000", "—", "—"]
+    assert shown["MDLM"] == ["2.07M\n*(2.07M)*", "2.07M", "*0.077*", *numbers]
+    assert shown["E-MoE"][:5] == ["2.49M\n*(2.49M)*", "2.18M\n*(2.18M)*", "*0.062*", "0.0612", "—"]
+    assert shown["E-MoE"][5:] == ["0.9000", "—", "0.7000", "+0.0123"]
+    assert shown["VADD"] == ["—\n*(2.50M)*", "—", "*0.064*", *["—"] * 6]
+    assert "10,000 test images; `iw` on 1,000." in table.note and "commit `0123456789ab` on a GPU" in table.note
+    assert "bounds nothing where there is a latent" in table.note and "does not name a convention" in table.note
 
 
 def test_measures_over_nfe_with_real_data(tmp_path):
     results = made(tmp_path, MADE)
-    grid = nfe_grid(results, "mnist", "frechet")
-    assert [column.nfe for column in grid.columns] == [1, 20]
-    assert [line.label for line in grid.lines] == ["MDLM", "E-MoE", "real data"]
-    assert [cell.value for cell in grid.lines[1].cells] == [20.126, None]
-    assert [cell.value for cell in grid.lines[2].cells] == [0.42, 0.42]
-    text = nfe_markdown(results)
-    assert "| E-MoE | **20.13**\N{NO-BREAK SPACE}±0.25 | — |" in text and "| real data | 0.42 | 0.42 |" in text
-    assert "**Coverage (%)**" in text and "**Recall (%)**" not in text
-    assert "5,000 samples for each NFE" in text and "98.8 % of the test images" in text
+    frechet, coverage = nfe_tables(results)
+    assert frechet.header == ["binarized MNIST", "NFE 1", "NFE 20"] and coverage.title == "**Coverage (%)**"
+    assert cells(frechet) == {
+        "MDLM": ["90.00", "9.00"], "E-MoE": ["**20.13** ±0.25", "—"], "real data": ["0.42", "0.42"],
+    }  # fmt: skip
+    assert "5,000 samples for each NFE" in coverage.note and "98.8 % of the test images" in coverage.note
 
 
 def test_changed_recipes_are_named_and_not_held_against_the_paper(tmp_path):
     changed = [row("emoe", "bpd", 0.5, convention="objective", more=" optim.lr=0.1 train.steps=200")]
     changed += [row("mdlm", "bpd", 0.6, convention="objective", more=" train.steps=200")]
-    results = made(tmp_path / "a", changed)
-    assert [model.label for model in models(results, "mnist")] == ["MDLM", "E-MoE optim.lr=0.1"]
-    header, lines = bpd_lines(results, "mnist")
-    assert [line[3] for line in lines] == ["—", "—"] and len(lines) == 2
-    assert "All with `train.steps=200`." in bpd_markdown(results)
-    results = made(tmp_path / "b", [*changed, *MADE])
-    cells = {line[0]: line[3] for line in bpd_lines(results, "mnist")[1]}
-    assert cells["E-MoE"] == "*0.062*" and cells["E-MoE optim.lr=0.1 train.steps=200"] == "—"
+    (table,) = bpd_tables(made(tmp_path / "a", changed))
+    assert {label: line[2] for label, line in cells(table).items()} == {"MDLM": "—", "E-MoE optim.lr=0.1": "—"}
+    assert "All with `train.steps=200`." in table.note
+    (table,) = bpd_tables(made(tmp_path / "b", [*changed, *MADE]))
+    shown = cells(table)
+    assert shown["E-MoE"][2] == "*0.062*" and shown["E-MoE optim.lr=0.1 train.steps=200"][2] == "—"
 
 
 def test_models_on_other_data_have_real_data_of_their_own(tmp_path):
-    few = " domain.points=9"
-    rows = [row("emoe", "frechet", 5.0, nfe=1, more=few), row("data", "frechet", 0.42, recipe="reference", seed=None)]
-    assert [line.label for line in nfe_grid(made(tmp_path, rows), "mnist", "frechet").lines] == ["E-MoE"]
-    rows.append(row("data", "frechet", 0.7, recipe=reference_name(f"mnist-emoe{few} train.steps=3"), seed=None))
-    assert [line.cells[0].value for line in nfe_grid(made(tmp_path, rows), "mnist", "frechet").lines] == [5.0, 0.7]
+    few = {"domain.points": "9"}
+    rows = [row("emoe", "frechet", 5.0, nfe=1, more=" domain.points=9")]
+    rows += [row("data", "frechet", 0.42, recipe="reference", seed=None)]
+    assert list(cells(nfe_tables(made(tmp_path, rows))[0])) == ["E-MoE"]
+    rows.append(row("data", "frechet", 0.7, recipe=reference_name(few | {"train.steps": "3"}), seed=None))
+    assert cells(nfe_tables(made(tmp_path, rows))[0]) == {"E-MoE": ["5.00"], "real data": ["0.70"]}
 
 
 def test_means_over_seeds(tmp_path):
-    results = made(
-        tmp_path,
-        [row("emoe", "frechet", value, seed=seed, nfe=1, stderr=9.0) for seed, value in enumerate((1.0, 2.0, 3.0))],
-    )  # fmt: skip
-    (line,) = nfe_grid(results, "mnist", "frechet").lines
-    assert line.cells[0].value == 2.0 and line.cells[0].stderr == pytest.approx(1 / math.sqrt(3))
-    assert "standard errors over seeds" in nfe_markdown(made(tmp_path, [row("emoe", "ink", 1.0, seed=0, nfe=1)]))
+    rows = [row("emoe", "frechet", value, seed=seed, nfe=1, stderr=9.0) for seed, value in enumerate((1.0, 2.0, 3.0))]
+    (table,) = nfe_tables(made(tmp_path, rows))
+    assert cells(table) == {"E-MoE": ["2.00 ±0.58"]} and "standard errors over seeds" in table.note
 
 
 def test_blocks_of_docs(tmp_path):
-    text = "".join(
-        f"<!-- generated:{task}-{name} -->\n<!-- /generated:{task}-{name} -->\n"
-        for task in ("mnist", "digits")
-        for name in ("bpd", "nfe", "figures")
-    )
     folder = tmp_path / "results"
     made(folder, MADE)
     (folder / "figures").mkdir()
     (folder / "figures" / "mnist-film.gif").touch()
-    page = render(text, folder)
-    assert "*0.062*" in page and "| real data | 0.42 | 0.42 |" in page
-    assert "](../results/figures/mnist-film.gif)" in page and "mnist-curves.png" not in page
-    assert page.count("`results/digits.json` does not exist") == 2
-    assert "*No figures here yet: run `emoe reproduce digits`.*" in page
+    assert "*0.062*" in BLOCKS["mnist-bpd"](folder) and "| real data | 0.42 | 0.42 |" in BLOCKS["mnist-nfe"](folder)
+    figures = BLOCKS["mnist-figures"](folder)
+    assert "](../results/figures/mnist-film.gif)" in figures and "mnist-curves.png" not in figures

@@ -22,8 +22,6 @@ from emoe.methods.base import MethodConfig
 PACKAGE = Path(emoe.__file__).parent
 
 BASE = ["config", "types", "rng", "ramps", "files", "console", "kernels"]
-PLAIN = ["results", "tables", "report", "grid", "machine", "paper", "readme", "curves", "toy_report"]
-PLAIN += ["latent_blocks", "search_blocks", "estimator_blocks", "image_blocks", "text_blocks"]
 EVERYTHING = ["*"]
 
 # Module (the first pattern that fits) -> modules of the package that it may import; what fits the same pattern too,
@@ -44,7 +42,7 @@ LAYERS: dict[str, list[str]] = {
     "methods*": [*BASE, "diffusion.*", "routing.*", "backbones.*"],
     "engine*": BASE,
     "domains*": [*BASE, "metrics"],
-    **{f"evaluation.{name}": ["files", "console", *(f"evaluation.{other}" for other in PLAIN)] for name in PLAIN},
+    "reporting*": ["files", "console", "figures*"],
     "exact": [*BASE, "diffusion.*", "routing.*", "backbones.*", "methods.*"],
     "evaluation.exact_toy": [
         *BASE,
@@ -55,10 +53,10 @@ LAYERS: dict[str, list[str]] = {
         "domains.toy*",
         "evaluation.evaluate",
         "evaluation.likelihood",
-        "evaluation.results",
+        "reporting.results",
     ],
     "experiment": [*BASE, "engine.*", "backbones.base", "methods.base", "domains.base"],
-    "evaluation*": [*BASE, "experiment", "methods.base", "domains.base"],
+    "evaluation*": [*BASE, "experiment", "methods.base", "domains.base", "reporting.results"],
     "completion": [*BASE, "experiment", "methods.base", "domains.base", "evaluation.pools"],
     "recipes*": EVERYTHING,
     "runs": EVERYTHING,
@@ -140,22 +138,28 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_results_and_tables_work_without_torch() -> None:
-    names = ["config", "ramps", "cli", "commands", *(f"evaluation.{name}" for name in PLAIN)]
+def test_results_and_tables_work_without_torch(tmp_path: Path) -> None:
+    names = ["config", "ramps", "cli", "commands", *(name for name in MODULES if name.startswith("reporting."))]
     script = f"""
 import importlib, sys
 sys.modules.update(dict.fromkeys(["torch", "numpy", "matplotlib", "rich", "sklearn", "jaxtyping"]))
 for name in {names}:
     importlib.import_module("emoe." + name)
-from emoe.evaluation.results import Results, RunInfo, Row, describe_machine
-from emoe.evaluation.tables import print_grid
-from emoe.evaluation.grid import metric_grid
-row = Row(task="toy", data="8-modes", method="mdlm", recipe="r", seed=0, nfe=1, metric="validity", value=1.5)
-results = Results().add(RunInfo(command="c", wall_s=1, **describe_machine("cpu")), [row])
-print_grid(metric_grid(results, "toy", "validity"))
+from emoe.reporting.docs import main
+from emoe.reporting.html import write_page
+from emoe.reporting.provenance import describe_machine
+from emoe.reporting.render import print_metrics
+from emoe.reporting.results import Results, RunInfo, Row
+row = dict(task="toy", data="8-modes", method="mdlm", recipe="r", seed=0, metric="validity", value=1.5)
+info = RunInfo(command="c", wall_s=1, **describe_machine("cpu"))
+results = Results().add(info, [Row(**row, nfe=nfe) for nfe in (1, 2)])
+print_metrics(results, "toy", ["validity"])
+write_page({str(tmp_path / "page.html")!r}, "title", results)
+assert main(["--root", {str(PACKAGE.parents[1])!r}, "--check"]) == 0
 """
     done = python(script)
     assert done.returncode == 0 and "1.5" in done.stdout, done.stderr
+    assert "matplotlib is not installed" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 OPTIONAL = (

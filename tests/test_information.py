@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emoe.cli import main
-from emoe.evaluation.results import Results
+from emoe.reporting.results import Results
 from emoe.studies.information import curves, mean_end
 
 

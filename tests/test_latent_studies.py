@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-import emoe
 from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.domains.toy.densities import HELD_OUT
 from emoe.evaluation.exact_toy import exact_rows
-from emoe.evaluation.latent_blocks import (
+from emoe.recipes import get_recipe
+from emoe.reporting.latent import held_out_tables
+from emoe.reporting.render import markdown, plain
+from emoe.reporting.results import Results, Row, RunInfo, record
+from emoe.reporting.ties import (
     DEPTHS,
     RECIPE_DEPTH,
     VARIANTS,
     by_variant,
     default_depth,
-    health_lines,
-    held_out_lines,
-    held_out_settings,
-    held_out_table,
-    place_of,
-    scaling_health,
-    scaling_lines,
-    scaling_table,
+    health_tables,
+    scaling_tables,
+    setting_of,
     variant_of,
 )
-from emoe.evaluation.readme import render
-from emoe.evaluation.results import Results, Row, RunInfo, record
-from emoe.recipes import get_recipe
 from emoe.runs import load_run
 from emoe.studies import held_out, scaling
 from emoe.studies.scaling import last_lines, routing_health
@@ -93,7 +85,7 @@ def ties_row(
     metric: str, value: float, *, variant: str = "plus", data: str = "pairs-L4", more: str = "", **fields: Any
 ) -> Row:
     recipe, settings = VARIANTS[variant]
-    place = place_of(data)
+    place = setting_of(data)
     words = [f"backbone.depth={default_depth(place.length)}"] if "backbone.depth" not in more else []
     words += [more] if more else []
     words += [f"domain.length={place.length}", *(f"{name}={text}" for name, text in settings.items())]
@@ -177,7 +169,7 @@ def test_scaling_from_end_to_end(reproduce: Reproduce, monkeypatch: pytest.Monke
     assert {(place.length, label) for place, label in groups} == {
         (length, label) for length in (2, 4) for label in ("mdlm", "plus", "wake-sleep-row")
     }
-    found = {row.metric: row for row in groups[place_of("pairs-L4"), "plus"] if row.nfe is None}
+    found = {row.metric: row for row in groups[setting_of("pairs-L4"), "plus"] if row.nfe is None}
     lines = last_lines(next(Path("runs/scaling").glob("ties-emoe-plus-*/metrics.jsonl")))
     assert len(lines) == 1  # three steps
     # Depth 3, of whose blocks the last is summed out: it has no posterior, but experts in use.
@@ -186,15 +178,16 @@ def test_scaling_from_end_to_end(reproduce: Reproduce, monkeypatch: pytest.Monke
     entropies = [found[f"usage_entropy/block{block}"].value for block in (1, 2, 3)]
     assert found["least_usage_entropy"].value == min(entropies) and 0 < min(entropies) <= math.log(8) + 1e-6
     assert 1 <= found["effective_draws"].value <= 4
-    assert not [row for row in groups[place_of("pairs-L4"), "mdlm"] if row.metric.startswith(("usage", "dead"))]
+    assert not [row for row in groups[setting_of("pairs-L4"), "mdlm"] if row.metric.startswith(("usage", "dead"))]
 
-    header, table = scaling_lines(results)
-    assert header == ["Ties", "Variant", "L = 2", "L = 4"]
-    assert [line[1] for line in table] == ["mdlm", "plus", "wake-sleep-row", "chance"]
-    for line in table:
-        assert all(text in done.out for text in line)
-    assert "all with backbone.heads=2" in done.out and "train.steps=3" in done.out
-    assert [line[:3] for line in health_lines(results)[1]] == [["pairs", "4", "plus"], ["pairs", "4", "wake-sleep-row"]]
+    (table,) = scaling_tables(results)
+    assert table.header == ["Ties", "Variant", "L = 2", "L = 4"]
+    assert [line[1] for line in table.rows] == ["mdlm", "plus", "wake-sleep-row", "chance"]
+    for line in table.rows:
+        assert all(plain(text) in done.out for text in line)
+    assert "All with `backbone.heads=2" in done.out and "train.steps=3" in done.out
+    (health,) = health_tables(results)
+    assert [line[:3] for line in health.rows] == [["pairs", "4", "plus"], ["pairs", "4", "wake-sleep-row"]]
 
     before, text = trained_files("scaling"), Path("results/scaling.json").read_bytes()
     again = reproduce("scaling", SCALING)
@@ -220,13 +213,12 @@ def test_held_out_from_end_to_end(reproduce: Reproduce) -> None:
     (kept,) = results.select(method="emoe-plus", data=run.domain.name, seed=1, nfe=2, metric="kl")
     assert kept.value == pytest.approx(again.value)
 
-    ((label, part),) = held_out_settings(results).items()
-    assert "train.steps=3" in label and "density" not in label
-    header, lines, said = held_out_lines(part)
-    assert header == ["Density", "of the exact law", "E-MoE", "E-MoE+", "E-MoE+ − E-MoE"]
-    assert [line[0] for line in lines] == ["letter"] * 4 + ["pinwheel"] * 4
-    assert all(text.replace("\\", "") in done.out for line in lines for text in line)
-    assert done.out.rstrip().endswith(said[0])
+    (table,) = held_out_tables(results)
+    assert "train.steps=3" in table.note and "domain.density" not in table.note
+    assert table.header == ["Density", "of the exact law", "E-MoE", "E-MoE+", "E-MoE+ − E-MoE"]
+    assert [line[0] for line in table.rows] == ["letter"] * 4 + ["pinwheel"] * 4
+    assert all(plain(text) in done.out for line in table.rows for text in line)
+    assert done.out.rstrip().endswith(table.note)
 
     before, text = trained_files("held-out"), Path("results/held-out.json").read_bytes()
     assert reproduce("held-out", HELD) == done
@@ -317,35 +309,17 @@ def test_health_of_the_routing() -> None:
     assert [line["step"] for line in last_lines(log)] == list(range(20, 30))
 
 
-# Blocks of docs
-
-
-@pytest.mark.parametrize("name", ["held-out-table", "scaling-table", "scaling-health"])
-def test_missing_numbers_are_said_plainly(name: str) -> None:
-    text = f"<!-- generated:{name} -->\n<!-- /generated:{name} -->\n"
-    study = "held-out" if name == "held-out-table" else "scaling"
-    assert f"*No numbers here yet: `results/{study}.json` does not exist.*" in render(text, Path("results"))
-    made([], f"results/{study}.json")
-    assert f"*No numbers here yet: run `emoe reproduce {study}`.*" in render(text, Path("results"))
-
-
-def test_the_command_that_writes_docs_knows_the_blocks() -> None:
-    Path("README.md").write_text("<!-- generated:held-out-table -->\n<!-- /generated:held-out-table -->\n")
-    environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1])}
-    command = [sys.executable, "-m", "emoe.evaluation.readme"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout == "README.md: held-out-table updated\n", done.stderr
-    assert "`results/held-out.json` does not exist" in Path("README.md").read_text()
+# Tables
 
 
 def test_table_of_held_out_densities() -> None:
     rows = []
-    for seed, plain, plus in ((0, 0.5, 0.3), (1, 0.7, 0.6)):
-        rows += [exact_row("emoe", "kl", plain, seed=seed), exact_row("emoe-plus", "kl", plus, seed=seed)]
+    for seed, usual, plus in ((0, 0.5, 0.3), (1, 0.7, 0.6)):
+        rows += [exact_row("emoe", "kl", usual, seed=seed), exact_row("emoe-plus", "kl", plus, seed=seed)]
         rows += [exact_row("emoe", "overlap", 80, seed=seed), exact_row("emoe-plus", "overlap", 79 + seed, seed=seed)]
     rows += [exact_row("emoe", "kl", 1.0, data="pinwheel"), exact_row("emoe-plus", "kl", 1.5, data="pinwheel")]
     rows += [exact_row("emoe", "kl", 9.0, nfe=4), exact_row("emoe", "kl", 2.0, data="two-spirals")]
-    said = held_out_table(made(rows)).replace("\N{NO-BREAK SPACE}", " ")
+    said = markdown(held_out_tables(made(rows))).replace("\N{NO-BREAK SPACE}", " ")
     assert "| Density | of the exact law | E-MoE | E-MoE+ | E-MoE+ − E-MoE |" in said
     kl = "KL(data \\|\\| model) (nats), NFE 1"
     assert f"| letter | {kl} | 0.600 ±0.100 | 0.450 ±0.150 | −0.150 ±0.050 |" in said  # paired: -0.2 and -0.1
@@ -359,7 +333,7 @@ def test_table_of_held_out_densities() -> None:
 
 def test_settings_of_held_out_runs_do_not_mix() -> None:
     rows = [exact_row("emoe", "kl", 1.0), exact_row("emoe", "kl", 3.0, more="train.steps=5")]
-    said = held_out_table(made(rows))
+    said = markdown(held_out_tables(made(rows)))
     first, second = said.index("With `train.steps=5`"), said.index("With `train.steps=8000`")
     assert first < said.index("| 3.000 |") < second < said.index("| 1.000 |")
     assert "better" not in said
@@ -375,13 +349,13 @@ def test_tables_of_scaling() -> None:
     rows += [ties_row("ties", 12.0, variant="mdlm"), ties_row("ties", 13.0, variant="mdlm", data="pairs-L64")]
     rows += [ties_row("ties", 12.5, method="ideal", recipe="reference", seed=None)]
     results = made(rows)
-    table = scaling_table(results).replace("\N{NO-BREAK SPACE}", " ")
+    table = markdown(scaling_tables(results)).replace("\N{NO-BREAK SPACE}", " ")
     assert "| Ties | Variant | L = 4 | L = 64 |" in table
     assert "| pairs | mdlm | 12.0 | 13.0 |" in table
     assert "| pairs | plus | 91.0 ±1.0 (97.0) | — |" in table
     assert "| pairs | chance | 12.5 | — |\n| sums | plus | — | 50.0 |" in table
     assert "mdlm is `ties-mdlm`, plus is `ties-emoe-plus`" in table and "All with" not in table
-    health = scaling_health(results).replace("\N{NO-BREAK SPACE}", " ")
+    health = markdown(health_tables(results)).replace("\N{NO-BREAK SPACE}", " ")
     # The largest L at which a model has a latent.
     assert "| pairs | 4 | plus | +0.250 ±0.000 | 1.50 ±0.00 | 2.25 | 0.5 of 40 |" in health
     assert "| mdlm |" not in health
@@ -393,8 +367,9 @@ def test_further_changes_stand_in_names_unless_all_share_them() -> None:
     alike = [ties_row("ties", 1.0, variant=name, more="train.steps=5") for name in ("plus", "all-carry")]
     shared = made(alike, "s.json")
     assert {label for _, label in by_variant(shared)} == {"plus", "all-carry"}
-    assert "All with `train.steps=5`." in scaling_table(shared)
-    assert "all-carry is `ties-emoe-plus method.carriers=all`" in scaling_table(shared)
+    (table,) = scaling_tables(shared)
+    assert "All with `train.steps=5`." in table.note
+    assert "all-carry is `ties-emoe-plus method.carriers=all`" in table.note
 
 
 def test_depths_do_not_mix() -> None:

@@ -22,10 +22,10 @@ from emoe.evaluation.likelihood import (
     likelihoods,
     passes,
 )
-from emoe.evaluation.results import Results
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADD, VADDConfig
+from emoe.reporting.results import Results
 from emoe.rng import Rng
 from emoe.studies import two_bits
 from emoe.types import Convention, Measurement

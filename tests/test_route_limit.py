@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from emoe.cli import main
-from emoe.evaluation.results import Results
 from emoe.exact import kl_data_model
+from emoe.reporting.results import Results
 from emoe.studies.route_limit import fit_routes
 
 

@@ -14,8 +14,8 @@ from emoe.cli import main
 from emoe.config import ConfigError
 from emoe.console import Progress
 from emoe.evaluation.exact_toy import exact_rows
-from emoe.evaluation.results import Results
 from emoe.recipes import get_recipe
+from emoe.reporting.results import Results
 from emoe.runs import load_run
 from emoe.studies.base import Shares, steps_done
 from emoe.studies.sweep import (

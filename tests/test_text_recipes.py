@@ -23,11 +23,11 @@ from emoe.config import ConfigError
 from emoe.domains.text.data import TextConfig
 from emoe.evaluation import likelihood
 from emoe.evaluation.evaluate import method_name
-from emoe.evaluation.grid import METHODS as METHODS_OF_TABLES
 from emoe.experiment import Experiment, differences
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.recipes import get_recipe
+from emoe.reporting.results import known_methods
 from emoe.runs import Run, load_run
 from emoe.types import TokenSpace
 
@@ -126,7 +126,7 @@ def test_the_aware_recipes_are_the_plus_ones_whose_network_is_told_the_number_of
         # Rows of one step are masked throughout, so that no share of the logits is left out.
         large = {"method.head_share", "method.free_every"}
         assert changed == (told if family == "text-tiny" else told | large)
-        assert method_name(aware) == "emoe-aware" and METHODS_OF_TABLES["emoe-aware"] == "E-MoE, step-aware"
+        assert method_name(aware) == "emoe-aware" and known_methods()["emoe-aware"].label == "E-MoE, step-aware"
 
 
 @pytest.mark.parametrize(("family", "length"), [("lm1b", 128), ("news-small", 128), ("text-tiny", 16)])

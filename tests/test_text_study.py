@@ -28,35 +28,16 @@ from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.evaluation.pools import draw_pool
-from emoe.evaluation.readme import render
-from emoe.evaluation.results import Results, Row, RunInfo, record
-from emoe.evaluation.text_blocks import (
-    AVERAGED,
-    COMMANDS,
-    GREEDY,
-    PARTS,
-    VARIANTS,
-    checks_table,
-    collapse_markdown,
-    collapse_table,
-    conventions_of,
-    data_of,
-    design_table,
-    files_of,
-    gen_ppl_markdown,
-    gen_ppl_table,
-    judge_note,
-    latent_table,
-    likelihood_table,
-    mauve_table,
-    text_tables,
-    training_points,
-    zero_shot_markdown,
-)
 from emoe.experiment import customise
 from emoe.judges import RunJudge, score
 from emoe.methods.base import SamplerConfig
 from emoe.recipes import get_recipe
+from emoe.reporting.cells import Line
+from emoe.reporting.docs import BLOCKS
+from emoe.reporting.render import markdown
+from emoe.reporting.results import Results, Row, RunInfo, record
+from emoe.reporting.table import Table, conventions_of
+from emoe.reporting.text import AVERAGED, GREEDY, TABLES, VARIANTS, data_of, eval_lm_notes, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.runs import Run, load_run
 from emoe.studies import base, text, text_judge
@@ -171,7 +152,7 @@ def test_every_model_is_measured_under_its_own_names(results: Results, finished:
     for method, wanted in names.items():
         mine = results.only(method=method, data="text")
         assert {row.recipe for row in mine.rows} == {f"text-tiny-{method} train.batch=8 train.steps=12"}
-        assert conventions_of(mine.rows) == wanted
+        assert conventions_of([Line((), mine.rows)], "ppl") == wanted
         for row in mine.select(metric="nll_token"):
             (ppl,) = mine.select(metric="ppl", convention=row.convention)
             assert ppl.value == pytest.approx(math.exp(row.value)) and row.stderr is not None
@@ -179,7 +160,9 @@ def test_every_model_is_measured_under_its_own_names(results: Results, finished:
         gains = mine.select(metric="coordination_gain")
         assert [row.convention for row in gains] == (["bound@1"] if method == "emoe" else [])
         elsewhere = results.only(method=method, data="else")
-        assert conventions_of(elsewhere.rows, "zero_shot_ppl") == [n for n in wanted if n[:2] in ("ne", "bo")]
+        assert conventions_of([Line((), elsewhere.rows)], "zero_shot_ppl") == [
+            n for n in wanted if n[:2] in ("ne", "bo")
+        ]
         assert {row.metric for row in elsewhere.rows} == {"zero_shot_ppl", "zero_shot_nll_token"}
         run = opened(finished, method, sets)
         (total,), (active,) = (mine.select(metric=name) for name in ("params", "params_active"))
@@ -247,9 +230,9 @@ def test_scores_are_those_of_the_judge(results: Results, finished: Path, sets: P
 
 def test_the_page_of_tables_and_samples_and_the_figures(results: Results, finished: Path, sets: Path) -> None:
     page = (finished / "results/text-tiny.md").read_text()
-    assert page == text_tables(results)
+    assert page == text_page(results)
     has_mauve = importlib.util.find_spec("mauve") is not None
-    for title, _ in PARTS.values():
+    for title, *_ in TABLES.values():
         assert (f"## {title}\n" in page) == (has_mauve or title != "MAUVE")
     assert "*Italics*" not in page and "643.8" not in page  # the recipes were changed: nothing to set beside the paper
     samples = (finished / "results/text-tiny-samples.md").read_text()
@@ -419,7 +402,9 @@ def test_a_stage_that_fails_does_not_stop_the_others(
         assert study(tmp_path, words) == 1
     assert "text-tiny-ar seed 0, sizes [1/4] failed: no room" in capsys.readouterr().err
     results = Results.load(tmp_path / "results/text-tiny.json")
-    assert results.select(metric="entropy", nfe=LENGTH, method="ar") and conventions_of(results.rows) == ["exact"]
+    assert results.select(metric="entropy", nfe=LENGTH, method="ar") and conventions_of(
+        [Line((), results.rows)], "ppl"
+    ) == ["exact"]
     assert study(tmp_path, words) == 0
     after = Results.load(tmp_path / "results/text-tiny.json")
     assert [row.value for row in after.select(metric="passes_train")] == [1]
@@ -483,7 +468,7 @@ def test_another_judge_scores_anew(finished: Path, results: Results, sets: Path,
     assert all(old[key] != new[key] for key in old if "gen_ppl" in key)
     judges = {row.recipe: row.value for row in after.select(method="judge", metric="ppl")}
     last = judges["text-tiny-judge train.batch=8 train.steps=5"]
-    assert len(judges) == 2 and f"of the test rows is {last:.2f};" in judge_note(after, "text")
+    assert len(judges) == 2 and f"of the test rows is {last:.2f};" in eval_lm_notes(after)[0]
 
 
 # --- the judge
@@ -862,31 +847,38 @@ def table_rows() -> list[Row]:
     return rows
 
 
+def one(name: str, rows: list[Row]) -> Table:
+    """The only table of a kind."""
+    (table,) = text_tables(name, Results().add(INFO, rows))
+    return table
+
+
+def cells(table: Table, column: int = 1) -> dict[str, str]:
+    """Label -> a cell of each line."""
+    return {line[0]: line[column].replace("\N{NO-BREAK SPACE}", " ") for line in table.rows}
+
+
 def test_entropy_and_the_papers_numbers_stand_beside_generative_perplexity() -> None:
-    results = Results().add(INFO, table_rows())
-    header, lines = gen_ppl_table(results, "news", "paper")
-    assert header == ["news", "NFE 1"]
-    cells = {line[0]: line[1] for line in lines}
-    assert cells == {
-        "MDLM": "900.0\N{NO-BREAK SPACE}±3.0\nH 4.40\n*(1433.8, H 4.37)*",
-        "E-MoE": "500.0\N{NO-BREAK SPACE}±3.0\nH 4.40\n*(643.8, H 4.35)*",
+    table = one("gen-ppl", table_rows())
+    assert table.header == ["news", "NFE 1"]
+    assert cells(table) == {
+        "MDLM": "900.0 ±3.0\nH 4.40\n*(1433.8, H 4.37)*",
+        "E-MoE": "500.0 ±3.0\nH 4.40\n*(643.8, H 4.35)*",
         "held-out text": "90.0\nH 4.28\n*(H 4.32)*",
     }
-    markdown = gen_ppl_markdown(results)
-    assert "*Italics*: the paper" in markdown and "**" not in markdown  # no winner is marked
-    assert "perplexity of the test rows is 80.00, below that of the AR row, 85.00; kept from step 4,000" in markdown
-    assert ", not below that" in judge_note(
-        Results().add(INFO, [*table_rows(), row("ar", "ppl", 79, convention="exact")]), "news"
-    )
+    assert "*Italics*: the paper" in table.note and "**" not in markdown([table])  # no winner is marked
+    assert "perplexity of the test rows is 80.00, below that of the AR row, 85.00; kept from step 4,000" in table.note
+    low = [*table_rows(), row("ar", "ppl", 79, convention="exact")]
+    assert ", not below that" in eval_lm_notes(Results().add(INFO, low))[0]
 
 
 def test_notes_say_whether_errors_are_over_seeds() -> None:
-    def told(seeds: tuple[int, ...]) -> str:
+    def note(seeds: tuple[int, ...]) -> str:
         rows = [row("mdlm", "gen_ppl", 900.0 + s, nfe=1, convention="paper", stderr=3.0, seed=s) for s in seeds]
-        return gen_ppl_markdown(Results().add(INFO, rows))
+        return one("gen-ppl", rows).note
 
-    assert "Seed 0. " in told((0,)) and "over these" not in told((0,))
-    assert "Seeds 0, 1: means, and where a row has several, errors are over these." in told((0, 1))
+    assert "Seed 0. " in note((0,)) and "over these" not in note((0,))
+    assert "Seeds 0, 1: means, and where a row has several, errors are over these." in note((0, 1))
 
 
 def test_the_paper_stands_beside_a_shorter_run_but_not_beside_another_network() -> None:
@@ -896,69 +888,59 @@ def test_the_paper_stands_beside_a_shorter_run_but_not_beside_another_network() 
         ("backbone.depth=3", False),
         ("train.steps=1200 method.top-k=1", False),
     ):
-        rows = [
-            row("mdlm", "gen_ppl", 900.0, nfe=1, convention="paper", recipe=f"news-small-mdlm {changed}"),
-            row("mdlm", "entropy", 4.4, nfe=1, recipe=f"news-small-mdlm {changed}"),
-        ]
-        markdown = gen_ppl_markdown(Results().add(INFO, rows))
-        assert ("*(1433.8, H 4.37)*" in markdown and "*Italics*" in markdown) == shown
-        assert f"All with `{changed}`" in markdown
+        recipe = f"news-small-mdlm {changed}"
+        rows = [row("mdlm", "gen_ppl", 900.0, nfe=1, convention="paper", recipe=recipe)]
+        table = one("gen-ppl", [*rows, row("mdlm", "entropy", 4.4, nfe=1, recipe=recipe)])
+        assert ("*(1433.8, H 4.37)*" in cells(table)["MDLM"]) == shown == ("*Italics*" in table.note)
+        assert f"All with `{changed}`" in table.note
 
 
 def test_the_collapse_table_has_all_kinds_of_routes() -> None:
-    _, lines = collapse_table(Results().add(INFO, table_rows()), "news", "paper")
-    cells = {line[0]: line[1] for line in lines}
-    assert list(cells) == ["MDLM", *(f"E-MoE, {kind} routes" for kind in ("drawn", "greedy", "averaged"))]
-    assert cells["E-MoE, averaged routes"] == "400.0\nH 4.30"  # the paper has none of it
-    few = [one for one in table_rows() if AVERAGED.name not in str(one.convention)]
-    for rows, told in ((table_rows(), True), (few, False)):
-        assert ("Averaged routes are drawn" in collapse_markdown(Results().add(INFO, rows))) == told
-    assert cells["E-MoE, greedy routes"] == "50.0\nH 3.90\n*(1079.5, H 4.34)*"
-    assert cells["E-MoE, drawn routes"].endswith("H 4.40\nMAUVE 3.25\N{NO-BREAK SPACE}±0.50\n*(626.1, H 4.35)*")
+    table = one("collapse", table_rows())
+    shown = cells(table)
+    assert list(shown) == ["MDLM", *(f"E-MoE, {kind} routes" for kind in ("drawn", "greedy", "averaged"))]
+    assert shown["E-MoE, averaged routes"] == "400.0\nH 4.30\nMAUVE —"  # the paper has none of it
+    assert shown["E-MoE, greedy routes"] == "50.0\nH 3.90\nMAUVE —\n*(1079.5, H 4.34)*"
+    assert shown["E-MoE, drawn routes"].endswith("H 4.40\nMAUVE 3.25 ±0.50\n*(626.1, H 4.35)*")
+    assert "Averaged routes are drawn" in table.note
+    few = [each for each in table_rows() if AVERAGED.name not in str(each.convention)]
+    assert "Averaged routes are drawn" not in one("collapse", few).note
 
 
 def test_the_other_tables() -> None:
-    results = Results().add(INFO, table_rows())
-    assert {line[0]: line[1] for line in mauve_table(results, "news")[1]} == {
-        "MDLM": "3.25\N{NO-BREAK SPACE}±0.50\n*(0.93)*", "E-MoE": "3.25\N{NO-BREAK SPACE}±0.50\n*(4.67)*",
-    }  # fmt: skip
-    header, lines = likelihood_table(results, "news")
-    assert header == ["news", "paper", "exact", "coordination gain"]
-    assert [line[:3] for line in lines] == [["AR", "*22.83*", "85.00\n—"], ["the judge (other text)", "—", "80.00\n—"]]
-    design = {line[0]: line[1:] for line in design_table(results, "news")[1]}
-    assert design["E-MoE"][0] == "2\n*(2)*" and design["E-MoE"][3] == "85.70M\n*(536.1M)*"
-    _, lines = latent_table(results, "news")
-    assert lines == [["E-MoE", "1", "1.5000", "—", "—", "—"], ["E-MoE", "all", "—", "—", "—", "0.5000\n*(0.65)*"]]
-    assert training_points(results.rows, "train_kl") == [(100, 0.4), (200, 0.5)]
-    assert zero_shot_markdown(results) == ""
+    shown = cells(one("mauve", table_rows()))
+    assert shown == {"MDLM": "3.25 ±0.50\n*(0.93)*", "E-MoE": "3.25 ±0.50\n*(4.67)*"}
+    table = one("likelihood", table_rows())
+    assert table.header == ["news", "paper", "exact", "coordination gain"]
+    assert [line[:3] for line in table.rows] == [
+        ["AR", "*22.83*", "85.00\n—"], ["the judge (other text)", "—", "80.00\n—"],
+    ]  # fmt: skip
+    design = one("design", table_rows())
+    assert (cells(design)["E-MoE"], cells(design, 4)["E-MoE"]) == ("2\n*(2)*", "85.70M\n*(536.1M)*")
+    assert one("latent", table_rows()).rows == [
+        ["E-MoE", "1", "1.5000", "—", "—", "—"], ["E-MoE", "all", "—", "—", "—", "0.5000\n*(0.65)*"],
+    ]  # fmt: skip
+    assert text_tables("zero-shot", Results().add(INFO, table_rows())) == []
 
 
 def test_two_sizes_on_one_text_stay_apart() -> None:
-    rows = [
-        row("mdlm", "gen_ppl", v, nfe=1, convention="paper", recipe=r)
-        for v, r in ((1, "news-small-mdlm"), (2, "lm1b-mdlm"))
-    ]
-    _, lines = gen_ppl_table(Results().add(INFO, rows), "news", "paper")
-    assert [line[0] for line in lines] == ["MDLM (lm1b-mdlm)", "MDLM (news-small-mdlm)"]
+    names = ("news-small-mdlm", "lm1b-mdlm")
+    table = one("gen-ppl", [row("mdlm", "gen_ppl", 1, nfe=1, convention="paper", recipe=name) for name in names])
+    assert list(cells(table)) == ["MDLM (lm1b-mdlm)", "MDLM (news-small-mdlm)"]
 
 
-@pytest.mark.parametrize(("study", "size"), [("text", "news-small"), ("text-tiny", "text-tiny")])
-def test_blocks_of_the_docs_say_so_while_there_are_no_numbers(study: str, size: str, tmp_path: Path) -> None:
-    names = [f"{study}-{part}" for part in (*PARTS, "figures")]
-    page = "".join(f"<!-- generated:{name} -->\n<!-- /generated:{name} -->\n" for name in names)
-    assert render(page, tmp_path).count(f"here yet: run `{COMMANDS[study]}`") == len(names)
-    other = next(name for name in COMMANDS if name != study)
+@pytest.mark.parametrize("study", ["text", "text-tiny"])
+def test_blocks_of_the_docs_read_the_files_of_their_study(study: str, tmp_path: Path) -> None:
+    other = "text" if study == "text-tiny" else "text-tiny"
     record(tmp_path / f"{other}.json", INFO, table_rows())
     (tmp_path / f"{other}-samples.md").write_text("no page of this study")
-    assert render(page, tmp_path).count("here yet: run") == len(names)
+    blocks = [BLOCKS[f"{study}-{name}"] for name in (*TABLES, "figures")]
+    assert all("here yet: run `emoe reproduce text" in block(tmp_path) for block in blocks)
     record(tmp_path / f"{study}.json", INFO, table_rows())
     (tmp_path / f"{study}-samples.md").write_text("a page")
-    filled = render(page, tmp_path)
+    filled = "\n".join(block(tmp_path) for block in blocks)
     assert "643.8" in filled and filled.count("No numbers here yet") == 1  # nothing from elsewhere was read
     assert f"[{study}-samples.md](../{tmp_path.name}/{study}-samples.md)" in filled
-    assert files_of(size) == study and files_of("lm1b") == "text"
-    docs = (Path(__file__).parents[1] / "docs/text.md").read_text()
-    assert all(f"<!-- generated:{name} -->" in docs for name in names if name != "text-tiny-zero-shot")
 
 
 def test_what_a_latent_is_for_is_told_with_numbers() -> None:
@@ -970,26 +952,24 @@ def test_what_a_latent_is_for_is_told_with_numbers() -> None:
         for step, times in ((100, 0.0), (300, 1.0)):  # the end of training counts
             rows += [row("emoe", f"usage_entropy/block{block}", times * usage, convention=f"step {step}")]
             rows += [row("emoe", f"route_kl/block{block}", times * kl, convention=f"step {step}")]
-    header, lines = checks_table(Results().add(INFO, rows), "news", "paper")
-    assert header[3:] == ["below MDLM at NFE 1, equal H", "below MDLM at NFE 2, equal H"]
-    assert lines == [
+    table = one("checks", rows)
+    assert table.header[3:] == ["below MDLM at NFE 1, equal H", "below MDLM at NFE 2, equal H"]
+    assert table.rows == [
         ["E-MoE", "yes: 2 of 4", "no: \N{MINUS SIGN}0.250",
          "yes: 500.0 against 900.0\na factor of 1.80 *(2.23)*\nH +0.000",
          "not at equal H\n200.0 against 300.0\na factor of 1.50 *(2.60)*\nH \N{MINUS SIGN}0.100"]
     ]  # fmt: skip
-    tiny = [dataclasses.replace(one, recipe=str(one.recipe).replace("news-small", "text-tiny")) for one in rows]
-    (line,) = checks_table(Results().add(INFO, tiny), "news", "paper")[1]
-    assert line[3] == "yes: 500.0 against 900.0\na factor of 1.80\nH +0.000"  # nothing of the paper beside it
-    few = [one for one in rows if one.metric not in ("route_kl/block1", "usage_entropy/block1")]
+    tiny = [dataclasses.replace(each, recipe=str(each.recipe).replace("news-small", "text-tiny")) for each in rows]
+    nothing = "yes: 500.0 against 900.0\na factor of 1.80\nH +0.000"  # of the paper beside it
+    assert cells(one("checks", tiny), 3)["E-MoE"] == nothing
+    few = [each for each in rows if each.metric not in ("route_kl/block1", "usage_entropy/block1")]
     few += [row("emoe", "usage_entropy/block1", 1.3, convention="step 300")]
     few += [row("emoe", "route_kl/block1", 0.02, convention="step 300")]
-    (line,) = checks_table(Results().add(INFO, few), "news", "paper")[1]
-    assert line[1] == "no: 1 of 4"
-    for value, told in ((893.0, "level"), (907.0, "level"), (890.0, "yes"), (910.0, "no")):  # both have an error of 3
-        close = [one for one in rows if (one.method, one.metric, one.convention) != ("emoe", "gen_ppl", "paper")]
+    assert cells(one("checks", few))["E-MoE"] == "no: 1 of 4"
+    for value, verdict in ((893.0, "level"), (907.0, "level"), (890.0, "yes"), (910.0, "no")):  # both errors are 3
+        close = [each for each in rows if (each.method, each.metric, each.convention) != ("emoe", "gen_ppl", "paper")]
         close += [row("emoe", "gen_ppl", value, nfe=1, convention="paper", stderr=3.0)]
-        (line,) = checks_table(Results().add(INFO, close), "news", "paper")[1]
-        assert line[3].startswith(f"{told}: {value} against 900.0\n")
+        assert cells(one("checks", close), 3)["E-MoE"].startswith(f"{verdict}: {value} against 900.0\n")
 
 
 # --- emoe eval --judge

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from emoe.console import Tick
     from emoe.evaluation.pools import Pool
-    from emoe.evaluation.results import Results, Row
     from emoe.judges import Comparison
+    from emoe.reporting.results import Results, Row
     from emoe.runs import Run
     from emoe.types import Convention
 
@@ -373,10 +373,10 @@ def cmd_eval(words: list[str]) -> int:
     held_out = None if args.rows is None else parse_number("rows", args.rows, high=10_000_000)
     asked = parse_conventions(args.likelihood) if args.likelihood not in (None, "none") else None
     from emoe.evaluation.evaluate import evaluate
-    from emoe.evaluation.grid import metric_grid
     from emoe.evaluation.likelihood import default_conventions
-    from emoe.evaluation.results import Results, RunInfo, describe_machine, record
-    from emoe.evaluation.tables import print_grid
+    from emoe.reporting.provenance import describe_machine
+    from emoe.reporting.render import print_metrics
+    from emoe.reporting.results import Results, RunInfo, record
     from emoe.runs import load_run
 
     results = Results()
@@ -414,7 +414,7 @@ def cmd_eval(words: list[str]) -> int:
         # Likelihoods, which belong to no NFE, have a table of their own.
         for part in (results.only(convention=None), results.only(convention="exact"), results.only(metric="gen_ppl")):
             for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows if row.nfe is not None):
-                print_grid(metric_grid(part, task, metric))
+                print_metrics(part, task, [metric])
         print_likelihoods(results.rows, list(conventions))
     return 0
 
@@ -511,7 +511,7 @@ def parse_conventions(text: str) -> list[Convention]:
 
 def read_results(path: Path) -> Results:
     """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
-    from emoe.evaluation.results import Results, ResultsError
+    from emoe.reporting.results import Results, ResultsError
 
     try:
         return Results.load(path) if path.exists() else Results()
@@ -791,11 +791,11 @@ def cmd_report(words: list[str]) -> int:
     """Write a report."""
     parser = Parser(
         prog="emoe report",
-        description="Write a self-contained HTML report from a results file.",
+        description="Write a self-contained HTML report from a results file or a run folder that was evaluated.",
         examples=["emoe report results/toy.json --run runs/a --picture results/figures/toy-summary.png"],
     )
     parser.add_argument(
-        "results", nargs="?", default="results/toy.json", help="results file (default results/toy.json)"
+        "results", nargs="?", default="results/toy.json", help="results file or run folder (default results/toy.json)"
     )
     parser.add_argument("--out", help="where the report goes; default: beside the results, ending in .html")
     parser.add_argument("--picture", action="append", default=[], help="an image to show; may be given several times")
@@ -804,15 +804,19 @@ def cmd_report(words: list[str]) -> int:
     args = parser.parse_args(words)
     source = Path(args.results)
     pictures, runs = [Path(picture) for picture in args.picture], [Path(run) for run in args.run]
-    problems = [f"results: {source} does not exist; make it with: emoe reproduce toy"] * (not source.exists())
+    if (source / "experiment.json").exists():
+        runs, source = [source, *runs], source / "eval.json"
+    made = f"emoe eval {source.parent}" if source.name == "eval.json" else "emoe reproduce toy"
+    problems = [f"results: {source} does not exist; make it with: {made}"] * (not source.exists())
     problems += [f"picture: {picture} does not exist" for picture in pictures if not picture.is_file()]
     problems += [f"run: {run} is no run folder" for run in runs if not (run / "experiment.json").exists()]
     if problems:
         raise ConfigError(problems)
     results = read_results(source)
-    from emoe.studies.demo import write_toy_report
+    from emoe.reporting.html import write_page
 
     out = Path(args.out) if args.out else source.with_suffix(".html")
-    write_toy_report(out, args.title, results, pictures, runs)
+    captions = {picture: picture.stem.replace("-", " ") for picture in pictures}
+    write_page(out, args.title, results, pictures=captions, runs=runs)
     print(out)
     return 0

@@ -28,10 +28,10 @@ from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError
-from emoe.evaluation.machine import source_commit
 from emoe.experiment import Experiment, customise
 from emoe.files import StorageError
 from emoe.methods.base import Method
+from emoe.reporting.provenance import source_commit
 from emoe.runs.run import Run
 from emoe.runs.train import Weights, load_run, pick_device
 from emoe.types import TokenSpace

@@ -1,4 +1,4 @@
-"""The results contract: strict files, merging, means over seeds, provenance."""
+"""The results contract: strict files, merging, means over seeds, styles of methods, provenance."""
 
 from __future__ import annotations
 
@@ -13,9 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from emoe.evaluation import machine
-from emoe.evaluation.paper import paper_rows, paper_value
-from emoe.evaluation.results import Results, ResultsError, Row, RunInfo, describe_machine, load_once, record
+from emoe.figures.base import CYCLE
+from emoe.reporting import provenance
+from emoe.reporting.paper import paper_rows, paper_value
+from emoe.reporting.provenance import describe_machine, source_commit
+from emoe.reporting.results import (
+    IDENTITY,
+    Results,
+    ResultsError,
+    Row,
+    RunInfo,
+    known_methods,
+    load_once,
+    mean_over_seeds,
+    methods_of,
+    record,
+)
+
+ROOT = Path(__file__).parents[2]
+STYLE = {"label": "My method", "colour": "#123abc"}
 
 
 def run(date: str = "2025-01-01T00:00:00Z", **changes: object) -> RunInfo:
@@ -35,10 +51,18 @@ def test_a_file_round_trips_byte_for_byte(tmp_path):
     Results().add(run(), rows[::-1]).save(tmp_path / "c.json")
     first = (tmp_path / "a.json").read_bytes()
     assert first == (tmp_path / "b.json").read_bytes() == (tmp_path / "c.json").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "c.json"]
+    assert b'"methods"' not in first
     lines = [line for line in first.decode().splitlines() if '"validity"' in line]
     assert len(lines) == len(rows) and all(json.loads(line.rstrip(",")) for line in lines)
     assert [item.nfe for item in Results.load(tmp_path / "a.json").rows][:3] == [None, 4, 32]
+    Results().save(tmp_path / "empty.json")
+    assert Results.load(tmp_path / "empty.json").rows == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("t*y.json")), ids=lambda path: path.name)
+def test_recorded_files_are_saved_as_they_are(path, tmp_path):
+    Results.load(path).save(tmp_path / path.name)
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path):
@@ -48,11 +72,6 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
     assert load_once(path) is first and first.rows == Results.load(path).rows
     record(path, run(), [row(seed=1)])
     assert [one.seed for one in load_once(path).rows] == [0, 1]
-
-
-def test_empty_results_can_be_saved(tmp_path):
-    Results().save(tmp_path / "a.json")
-    assert Results.load(tmp_path / "a.json").rows == []
 
 
 def spoil(tree: dict, key: str, value: object) -> dict:
@@ -74,19 +93,21 @@ def spoil(tree: dict, key: str, value: object) -> dict:
         (lambda tree: spoil(tree, "seed", 0), r"rows\[1\]: the same task"),
         (lambda tree: tree["rows"][1].pop("metric") and tree, r"rows\[1\]\.metric: missing"),
         (lambda tree: tree["rows"].append(3) or tree, r"rows\[2\]\.expected an object, got 3"),
+        (lambda tree: next(iter(tree["runs"].values())).update(date="today") or tree, r"runs\['.*'\]\.date: expected"),
+        (lambda tree: next(iter(tree["runs"].values())).pop("commit") and tree, r"runs\['.*'\]\.commit: missing"),
+        (lambda tree: tree | {"methods": {"x": {"label": "X"}}}, r"methods\['x'\]\.colour: missing"),
+        (lambda tree: tree | {"methods": {"x": STYLE | {"more": 1}}}, r"methods\['x'\]\.more: unknown key"),
         (
-            lambda tree: next(iter(tree["runs"].values())).update(date="today") or tree,
-            r"runs\['.*'\]\.date: expected",
+            lambda tree: tree | {"methods": {"x": STYLE | {"colour": "red"}}},
+            r"methods\['x'\]\.colour: expected #rrggbb",
         ),
-        (
-            lambda tree: next(iter(tree["runs"].values())).pop("commit") and tree,
-            r"runs\['.*'\]\.commit: missing",
-        ),
-        (lambda tree: tree | {"more": 1}, r'"runs" and "rows" and no others'),
+        (lambda tree: tree | {"methods": {"x": STYLE | {"label": " "}}}, r"methods\['x'\]\.label: must not be empty"),
+        (lambda tree: tree | {"methods": []}, r'"methods" to be objects'),
+        (lambda tree: tree | {"more": 1}, r'"rows" and perhaps "methods", and no other keys'),
         (lambda tree: tree | {"rows": {}}, r'"rows" to be a list'),
     ],
 )
-def test_a_faulty_file_is_refused_with_its_place(tmp_path, change, message):
+def test_a_faulty_file_is_refused_with_the_position(tmp_path, change, message):
     path = tmp_path / "toy.json"
     Results().add(run(), [row(), row(seed=1)]).save(path)
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -102,11 +123,13 @@ def test_what_is_not_json_is_refused(tmp_path, text):
         Results.load(tmp_path / "toy.json")
 
 
-def test_a_row_is_checked_when_it_is_made():
+def test_records_are_checked_when_they_are_made():
     with pytest.raises(ResultsError, match=r"row\.value: must be finite"):
         row(value=math.nan)
     with pytest.raises(ResultsError, match=r"run\.date: expected an ISO date"):
         run(date="2025-01-01")
+    assert run().id == run(wall_s=9.0).id and re.fullmatch(r"20250101-[0-9a-f]{8}", run().id)
+    assert len({run().id, run(command="other").id, run(commit="d").id, run(device="gpu").id}) == 4
 
 
 def test_newer_rows_replace_older_ones_and_unused_runs_go():
@@ -116,51 +139,66 @@ def test_newer_rows_replace_older_ones_and_unused_runs_go():
         results.merge(Results().add(second, [row(value=1.0 if second is old else 2.0)]))
         assert [item.value for item in results.rows] == [2.0]
         assert list(results.runs) == [new.id]
+    others = [replace(row(), **{key: 7 if key in ("seed", "nfe") else "other"}) for key in IDENTITY]
+    assert len(Results().add(old, [row(), *others]).rows) == 9  # each part of the identity counts
     kept = Results().add(old, [row(), row(seed=1)]).add(new, [row(value=3.0)])
     assert sorted(kept.runs) == sorted([old.id, new.id]) and len(kept.rows) == 2
 
 
-@pytest.mark.parametrize("key", ["task", "data", "method", "recipe", "metric", "convention", "seed", "nfe"])
-def test_each_part_of_the_identity_counts(key):
-    other = replace(row(), **{key: 7 if key in ("seed", "nfe") else "other"})
-    assert len(Results().add(run(), [row(), other]).rows) == 2
+def test_styles_of_methods_are_kept_and_the_newest_wins(tmp_path):
+    old, new = run("2025-01-01T00:00:00Z"), run("2025-01-02T00:00:00Z")
+    path = tmp_path / "a.json"
+    record(path, old, [row(method="mine")], {"mine": STYLE, "other": STYLE})
+    record(path, new, [row(method="mine", seed=1)], {"mine": STYLE | {"label": "Mine, again"}})
+    results = Results.load(path)
+    assert results.only(method="mine").label("mine") == "Mine, again" and results.colour("other") == "#123abc"
+    results.merge(Results().add(old, [row(seed=3)], {"mine": STYLE}))
+    assert results.label("mine") == "Mine, again"
+    results.save(tmp_path / "b.json")
+    tree = json.loads((tmp_path / "b.json").read_text())
+    assert list(tree) == ["runs", "rows", "methods"] and tree["methods"]["mine"]["label"] == "Mine, again"
 
 
-def test_run_ids_are_short_and_deterministic():
-    assert run().id == run(wall_s=9.0).id and re.fullmatch(r"20250101-[0-9a-f]{8}", run().id)
-    assert len({run().id, run(command="other").id, run(commit="d").id, run(device="gpu").id}) == 4
+def test_labels_and_colours_of_methods_in_recorded_rows():
+    results = Results().add(run(), [row(method=name) for name in ("zeta", "emoe", "alpha", "mdlm", "data")])
+    assert methods_of(results.rows) == ["mdlm", "emoe", "alpha", "zeta", "data"]
+    assert (results.label("emoe-plus"), results.colour("emoe-plus")) == ("E-MoE+", "#e15759")
+    assert (results.label("alpha"), results.label("ideal")) == ("alpha", "ideal factorised")
+    unknown = [results.colour(name) for name in ("alpha", "zeta")]
+    assert len(set(unknown)) == 2 and set(unknown) <= set(CYCLE)
+    assert not set(unknown) & {style.colour for style in known_methods().values()}
 
 
-def test_select_takes_values_and_collections():
+def test_rows_are_selected_by_values_and_collections():
     results = Results().add(run(), [row(seed=seed, nfe=nfe) for seed in range(3) for nfe in (1, 2)])
     assert len(results.select(nfe=1)) == 3 and len(results.select(nfe=(1, 2), seed=[0, 2])) == 4
-    assert results.select(method="mdlm") == []
+    assert results.select(method="mdlm") == [] and results.seeds == [0, 1, 2]
     with pytest.raises(ResultsError, match="no such field of a row: color"):
         results.select(color="red")
+    results.add(run(), [row(method="data"), row(recipe=None)])
+    assert len(results.models.rows) == 6
 
 
-def test_mean_over_seeds():
-    results = Results().add(run(), [row(seed=seed, value=value) for seed, value in enumerate((1.0, 2.0, 6.0))])
-    mean, stderr, seeds = results.mean_over_seeds(metric="validity", nfe=1)
-    assert (mean, seeds) == (3.0, 3) and stderr == pytest.approx(math.sqrt(7.0 / 3.0))
-    assert results.mean_over_seeds(seed=0) == (1.0, None, 1)
-    assert results.mean_over_seeds(nfe=5) is None
-    results.add(run(), [row(nfe=2)])
+def test_a_mean_over_seeds():
+    rows = [row(seed=seed, value=value) for seed, value in enumerate((1.0, 2.0, 6.0))]
+    mean, stderr = mean_over_seeds(rows)
+    assert mean == 3.0 and stderr == pytest.approx(math.sqrt(7.0 / 3.0))
+    assert mean_over_seeds(rows[:1]) == (1.0, None) and mean_over_seeds(rows[:1], measured=True) == (1.0, 0.6)
+    assert mean_over_seeds([]) is None
     with pytest.raises(ResultsError, match="needs one nfe, found 1, 2"):
-        results.mean_over_seeds(metric="validity")
+        mean_over_seeds([*rows, row(nfe=2)])
 
 
 def python(code: str, *words: str) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that finds this source tree."""
-    source = str(Path(__file__).parents[2] / "src")
-    return subprocess.Popen([sys.executable, "-c", code, *words], env=os.environ | {"PYTHONPATH": source})
+    return subprocess.Popen([sys.executable, "-c", code, *words], env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
 
 
 def test_processes_that_record_at_once_lose_nothing(tmp_path):
     path = tmp_path / "deep" / "toy.json"
     code = f"""
 import sys
-from emoe.evaluation.results import Row, RunInfo, record
+from emoe.reporting.results import Row, RunInfo, record
 for nfe in range(5):
     record({str(path)!r}, {run()!r}, [Row(**({vars(row())!r} | dict(seed=int(sys.argv[1]), nfe=nfe)))])
 """
@@ -169,70 +207,49 @@ for nfe in range(5):
     assert {(item.seed, item.nfe) for item in Results.load(path).rows} == {(s, n) for s in range(4) for n in range(5)}
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "toy.json"
-    record(path, run(), [row()])
-    before = path.read_bytes()
-
-    def broken(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("emoe.files.os.replace", broken)
-    with pytest.raises(OSError, match="disk full"):
-        record(path, run(), [row(seed=1)])
-    assert path.read_bytes() == before and [entry.name for entry in tmp_path.iterdir()] == ["toy.json"]
-
-
-def test_the_machine_describes_itself(monkeypatch):
-    monkeypatch.setenv("EMOE_COMMIT", "feedbeef")
-    found = describe_machine("cpu")
-    assert found["commit"] == "feedbeef" and re.fullmatch(r"cpu \(\d+ cores\)", found["device"])
-    assert RunInfo(command="x", wall_s=0, **found).when.tzinfo is not None
-
-
-def test_the_commit_says_when_the_source_differs(tmp_path, monkeypatch):
-    monkeypatch.delenv("EMOE_COMMIT", raising=False)
-    source = tmp_path / "src" / "emoe" / "machine.py"
+def test_the_commit_says_when_the_source_differs_and_is_asked_for_once(tmp_path, monkeypatch):
+    source = tmp_path / "src" / "emoe" / "provenance.py"
     source.parent.mkdir(parents=True)
     source.write_text("1\n")
-    monkeypatch.setattr(machine, "__file__", str(source))
+    monkeypatch.delenv("EMOE_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "__file__", str(source))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
     def git(*words: str) -> str:
         name = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
         return subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True).stdout
 
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert machine.source_commit() == "unknown"
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    head = git("rev-parse", "HEAD").strip()
-    (tmp_path / "notes.txt").write_text("outside src/")
-    assert machine.source_commit() == head
-    source.write_text("2\n")
-    assert machine.source_commit() == f"{head}-dirty"
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "site-packages" / "machine.py"))
-    (tmp_path / "site-packages").mkdir()
-    assert machine.source_commit() == "unknown"
+    def commit() -> str:
+        source_commit.cache_clear()
+        return source_commit()
 
-
-def test_reading_results_needs_no_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import emoe.evaluation.readme, emoe.evaluation.toy_report, emoe.evaluation.results as r\n"
-        "assert r.describe_machine()['torch'] == 'none'\n"
-    )
-    assert python(code).wait(60) == 0
+    try:
+        assert commit() == "unknown"
+        git("init", "-q")
+        git("add", ".")
+        git("commit", "-qm", "one")
+        head = git("rev-parse", "HEAD").strip()
+        (tmp_path / "notes.txt").write_text("outside src/")
+        assert commit() == head
+        source.write_text("2\n")
+        assert source_commit() == head and commit() == f"{head}-dirty"
+        (tmp_path / "site-packages").mkdir()
+        monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "provenance.py"))
+        assert commit() == "unknown"
+        monkeypatch.setenv("EMOE_COMMIT", "feedbeef")
+        assert commit() == "feedbeef"
+        found = describe_machine("cpu")
+        assert found["commit"] == "feedbeef" and re.fullmatch(r"cpu \(\d+ cores\)", found["device"])
+        assert RunInfo(command="x", wall_s=0, **found).when.tzinfo is not None
+    finally:
+        source_commit.cache_clear()
 
 
 def test_the_papers_numbers():
     assert paper_value("toy", "8-modes", "emoe", "validity", 1) == 94.4
-    assert paper_value("toy", "swiss-roll", "mdlm", "validity", 32) == 96.9
     assert paper_value("mnist", "binarized-mnist", "vadd", "bpd", None) == 0.064
-    assert paper_value("lm1b", "lm1b", "emoe", "gen_ppl", 1) == 643.8
     assert paper_value("lm1b", "lm1b", "emoe", "gen_ppl", 1, variant="greedy") == 1079.5
     assert paper_value("lm1b", "lm1b", "ar", "mauve", 128) == 96.48
-    assert paper_value("lm1b", "lm1b", "mdlm", "ppl", None) == 31.9
     assert paper_value("toy", "8-modes", "emoe", "overlap", 1) is None
     keys = [tuple(v for k, v in item.items() if k not in ("value", "std", "table")) for item in paper_rows()]
     assert len(keys) == len(set(keys)) and all(math.isfinite(item["value"]) for item in paper_rows())

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
+GIT_SECONDS = 5  # a slow disk must not hold up an evaluation
+
 
 def describe_machine(device: object = None) -> dict[str, str]:
-    """The fields of `RunInfo` that describe where code runs: device, torch, python, date and commit.
-
-    Args:
-        device: The torch device in use ("cpu", "cuda:0"); by default the GPU if there is one.
-    """
+    """The fields of `RunInfo` that describe where code runs; `device` is the one in use, by default a GPU if any."""
     kind, name, version = str(device or ""), "", "none"
     try:
         import torch
@@ -37,15 +36,16 @@ def describe_machine(device: object = None) -> dict[str, str]:
     }
 
 
+@functools.cache
 def source_commit() -> str:
-    """The commit of this source tree: EMOE_COMMIT if set, else what git says (`-dirty` if src/ differs)."""
+    """The commit of this source tree: EMOE_COMMIT if set, else that of git (`-dirty` if src/ differs), asked once."""
     if os.environ.get("EMOE_COMMIT"):
         return os.environ["EMOE_COMMIT"]
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(here.parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
 
     try:
         source = Path(git("rev-parse", "--show-toplevel")).resolve() / "src"

@@ -1,0 +1,53 @@
+"""The numbers that the paper reports, looked up by the names of our results."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from importlib import resources
+from typing import Any
+
+from emoe.reporting.recipes import parse
+from emoe.reporting.results import Row
+
+# Task of our rows -> task of the paper, recipes that its numbers may stand beside, and fields that these may change.
+COMPARABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "toy": ("toy", ("toy-",), ()),
+    "mnist": ("mnist", ("mnist-",), ()),
+    "text": ("lm1b", ("news-small-", "lm1b-"), ("train.", "optim.")),
+}
+
+
+@functools.cache
+def paper_rows() -> tuple[dict[str, Any], ...]:
+    """All rows of `paper.json`: table, task, data, method, metric, nfe, variant, value, std."""
+    text = resources.files("emoe.reporting").joinpath("paper.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text)["rows"])
+
+
+@functools.cache
+def _index() -> dict[tuple[Any, ...], float]:
+    names = ("task", "data", "method", "metric", "nfe", "variant")
+    return {tuple(row[name] for name in names): row["value"] for row in paper_rows()}
+
+
+def paper_value(
+    task: str, data: str, method: str, metric: str, nfe: int | None, *, variant: str | None = None
+) -> float | None:
+    """The paper's number, or None where it gives none.
+
+    `nfe` is None for metrics that do not depend on it. `variant` is None for the main comparison; `greedy` and
+    `route_tau=1` for the collapse ablation of E-MoE, `official` for perplexities that the paper quotes from elsewhere.
+    """
+    return _index().get((task, data, method, metric, nfe, variant))
+
+
+def comparable(rows: Iterable[Row], data: str) -> tuple[str, str] | None:
+    """Task and data set of the paper, if its numbers compare with the recipe of one of the rows."""
+    for task, recipe in {(row.task, row.recipe) for row in rows}:
+        paper, names, fields = COMPARABLE.get(task, ("", (), ()))
+        name, changes = parse(recipe)
+        if name.startswith(names) and all(field.startswith(fields) for field in changes):
+            return paper, data
+    return None

@@ -1,0 +1,86 @@
+"""Tables as Markdown, on the terminal and as HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import re
+from collections.abc import Iterable, Sequence
+
+from emoe.console import console_table
+from emoe.reporting.cells import NBSP, measure
+from emoe.reporting.grid import metric_tables
+from emoe.reporting.results import Results
+from emoe.reporting.table import Table
+
+
+def markdown(tables: Iterable[Table]) -> str:
+    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables."""
+    pieces = [piece for table in tables for piece in (table.title, markdown_table(table), table.note) if piece]
+    return "\n\n".join(pieces) + "\n" if pieces else ""
+
+
+def markdown_table(table: Table) -> str:
+    """The cells of a table in Markdown; `|` and line ends inside them are made harmless."""
+
+    def line(cells: Sequence[str]) -> str:
+        if len(cells) != len(table.header):
+            raise ValueError(f"a row of {len(cells)} cells under {len(table.header)} columns: {cells}")
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
+
+    letters = table.align.ljust(len(table.header), "r")
+    rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
+    return "\n".join([line(table.header), rule, *map(line, table.rows)])
+
+
+def plain(text: str) -> str:
+    """Inline Markdown without its signs: `**87.6**` becomes `87.6*`, and `*(85.0)*` becomes `(85.0)`."""
+    text = re.sub(r"^\*\*([-\d.]+)\*\*", "\\1\0", text)
+    text = re.sub(r"\*\*([^*]+)\*\*|\*([^*]+)\*|`([^`]+)`", r"\1\2\3", text)
+    return text.replace("\0", "*").replace(NBSP, " ")
+
+
+def print_table(table: Table) -> None:
+    """Print a table to the terminal; the best of a column has a star."""
+    rows = [list(map(plain, row)) for row in table.rows]
+    console_table(list(map(plain, table.header)), rows, title=plain(table.title))
+
+
+def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
+    """Print metrics over NFE to the terminal, a table for each data set."""
+    for metric in metrics:
+        for table in metric_tables(results, task, metric):
+            print_table(dataclasses.replace(table, title=measure(metric).label))
+
+
+def html_table(table: Table, colours: Sequence[str] = (), *, words: bool = False) -> str:
+    """The cells of a table in HTML, with a colour for each row if there are any; `words` are aligned to the left."""
+    head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
+    lines = []
+    for number, row in enumerate(table.rows):
+        kinds = ["reference"] * (number in table.references)
+        kinds += ["first-reference"] * (number in table.references and number - 1 not in table.references)
+        colour = colours[number] if colours else ""
+        key = f'<i class="key" style="background:{colour}"></i>' * bool(colour)
+        cells = [_html_cell(cell, key * (place == 0)) for place, cell in enumerate(row)]
+        lines.append(f'<tr class="{" ".join(kinds)}">{"".join(cells)}</tr>')
+    kind, body = "words" if words else "numbers", "\n".join(lines)
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    )
+
+
+def _html_cell(cell: str, key: str) -> str:
+    first, *below = cell.split("\n")
+    value, error, size = first.partition(f"{NBSP}±")
+    small = [f"±{size}"] * bool(error) + below
+    kind = ' class="best"' if cell.startswith("**") else ""
+    return f"<td{kind}>{key}{inline(value)}{''.join(f'<small>{inline(text)}</small>' for text in small)}</td>"
+
+
+def inline(text: str) -> str:
+    """Inline Markdown as HTML, escaped."""
+    text = html.escape(text)
+    for pattern, tag in ((r"\*\*(.+?)\*\*", "b"), (r"\*(.+?)\*", "em"), (r"`([^`]+)`", "code")):
+        text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)
+    return text.replace("\n", "<br>")

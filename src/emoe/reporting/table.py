@@ -1,0 +1,160 @@
+"""Tables as data: lines of rows, columns that write cells, and the engine that builds a table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from emoe.reporting.cells import MINUS, Column, Line, names
+from emoe.reporting.paper import comparable
+from emoe.reporting.recipes import all_with, as_typed, common_changes, parse
+from emoe.reporting.results import Results, Row, method_rank
+
+LIKELIHOODS = ("exact", "nelbo", "objective", "bound", "iw")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of inline Markdown: `**best**`, `*the paper*`, `code` and line ends inside cells."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+    align: str = "l"  # a letter for each column, l or r; the columns beyond are aligned to the right
+    references: Collection[int] = ()  # numbers of rows that are no models
+    methods: Sequence[str] = ()  # of the rows, for their colours
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table as data. `build` writes its cells."""
+
+    corner: Sequence[str]  # headings of the labels
+    lines: Sequence[Line]
+    columns: Sequence[Column]
+    note: str = ""
+    title: str = ""
+    align: str = "l"
+    better: str | None = None  # "high" or "low": the best model of every column is marked
+
+    def build(self) -> Table:
+        """The table; sentences of the note about italics are left out where no cell shows the paper's number."""
+        rows = [[*line.labels, *(cell(line) for _, cell in self.columns)] for line in self.lines]
+        references = {number for number, line in enumerate(self.lines) if line.reference}
+        mark_best(rows, len(self.corner), self.better, references)
+        italics = any("*" in cell for row in rows for cell in row)
+        note = " ".join(
+            text for text in self.note.splitlines() if text and (italics or not text.startswith("*Italics*"))
+        )
+        header = [*self.corner, *(heading for heading, _ in self.columns)]
+        return Table(header, rows, self.title, note, self.align, references, [line.method for line in self.lines])
+
+
+def build(*specs: TableSpec) -> list[Table]:
+    """The tables that have lines and columns."""
+    return [spec.build() for spec in specs if spec.lines and spec.columns]
+
+
+def printed(cell: str) -> float | None:
+    """The number that a cell begins with."""
+    match = re.match(r"-?[\d.]+", cell.lstrip("*").replace(MINUS, "-"))
+    return float(match[0]) if match else None
+
+
+def mark_best(rows: list[list[str]], first: int, better: str | None, references: Collection[int] = ()) -> None:
+    """Make the best number of every column from the `first` on bold, where at least two models have one.
+
+    Numbers are compared as they are printed: those that print alike are all marked.
+    """
+    for column in range(first, len(rows[0]) if better else 0):
+        numbers = {number: printed(row[column]) for number, row in enumerate(rows) if number not in references}
+        values = [value for value in numbers.values() if value is not None]
+        best = (max if better == "high" else min)(values) if len(values) > 1 else None
+        for number in [number for number, value in numbers.items() if value is not None and value == best]:
+            rows[number][column] = re.sub(r"^\S+", r"**\g<0>**", rows[number][column])
+
+
+def models(results: Results, paper: str = "") -> list[Line]:
+    """A line for each method and recipe, in the order of methods.
+
+    A label holds what was changed in this recipe but not in all of them, and the recipe's name if it is not usual.
+    `paper` is the paper's data set to compare with.
+    """
+    rows = results.models.rows
+    shared = common_changes(rows)
+    families = {parse(row.recipe).name.removesuffix(f"-{row.method}") for row in rows}
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        name, changes = parse(row.recipe)
+        own = as_typed({field: value for field, value in changes.items() if field not in shared})
+        usual = name.endswith(f"-{row.method}") and len(families) == 1
+        groups.setdefault((row.method, own if usual else f"({name}) {own}".strip()), []).append(row)
+    order = sorted(groups, key=lambda key: (method_rank(key[0]), key))
+    labels = {(method, own): f"{results.label(method)} {own}".strip() for method, own in order}
+    beside = {key: comparable(rows, paper) if paper else None for key, rows in groups.items()}
+    return [Line((labels[key],), groups[key], key[0], paper=beside[key]) for key in order]
+
+
+def steps_of(lines: Iterable[Line], metric: str = "") -> list[int]:
+    """Numbers of network calls that a metric was measured at."""
+    rows = [row for line in lines for row in line.rows if metric in ("", row.metric)]
+    return sorted({row.nfe for row in rows if row.nfe is not None})
+
+
+def repeat(rows: Sequence[Row], steps: Iterable[int | None]) -> list[Row]:
+    """Rows of a reference at every number of network calls, on which they do not depend."""
+    return [dataclasses.replace(row, nfe=nfe) for nfe in steps for row in rows]
+
+
+def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LIKELIHOODS) -> list[str]:
+    """Names of likelihoods in the order of their kinds, those of a kind with rising T."""
+
+    def key(name: str) -> tuple[int, list[int]]:
+        kind, _, numbers = name.partition("@")
+        rank = kinds.index(kind) if kind in kinds else len(kinds)
+        return rank, [int(text) for text in numbers.split(",") if text]
+
+    rows = [row for line in lines for row in line.rows if row.metric == metric]
+    return sorted({row.convention for row in rows if row.convention is not None}, key=key)
+
+
+# --- Notes: what is known of the rows behind a table ------------------------------------------------------------------
+
+
+def note(name: str, results: Results, **values: object) -> str:
+    """A note of `names.toml` with `values`, and with the seeds, common changes and sources of the models."""
+    models = results.models
+    several = len(models.seeds) > 1
+    words = {
+        "seeds": f"Seed{'s' * several} {comma(models.seeds)}",
+        "errors": "over seeds" if several else "of the measurement",
+        "over_seeds": ": means, and where a row has several, errors are over these." if several else ".",
+        "changes": all_with(common_changes(models.rows)),
+        "source": source_of(results),
+    }
+    return str(names("notes")[name]).format_map(words | values)
+
+
+def source_of(results: Results) -> str:
+    """Commits and devices of all runs behind results."""
+    runs = sorted({(short_commit(run.commit), run.device) for run in results.runs.values()})
+    return "; ".join(f"commit `{commit}` on {device}" for commit, device in runs)
+
+
+def short_commit(commit: str) -> str:
+    """12 digits name a commit beyond doubt; the mark of a changed tree must survive the cut."""
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
+
+
+def span(counts: Iterable[int | None]) -> str:
+    """`300`, or `300 to 500` where counts differ; nothing without any."""
+    known = sorted({count for count in counts if count})
+    return " to ".join(dict.fromkeys(f"{count:,}" for count in (*known[:1], *known[-1:])))
+
+
+def comma(values: Iterable[object]) -> str:
+    """`0, 1, 2`."""
+    return ", ".join(map(str, values))

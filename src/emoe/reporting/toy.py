@@ -1,0 +1,124 @@
+"""Tables of the toy study (`emoe reproduce toy`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from emoe.reporting.cells import DASH, MINUS, Line, Number, data_name, data_order, measure, over, write
+from emoe.reporting.grid import grid_note, main_rows, metric_lines, metric_tables, sampled, seeds_and_samples
+from emoe.reporting.render import markdown
+from emoe.reporting.results import Results, Row, RunInfo, methods_of
+from emoe.reporting.table import Table, TableSpec, build, comma, short_commit, steps_of
+
+METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
+
+
+def toy_tables(results: Results, metric: str) -> list[Table]:
+    """The paper's toy table of a metric with our numbers, from samples as in the paper; the last has the note."""
+    results = sampled(results)
+    tables = metric_tables(results, "toy", metric)
+    note = grid_note(main_rows(results, task="toy", metric=metric), metric, tables)
+    return tables[:-1] + [dataclasses.replace(table, note=note) for table in tables[-1:]]
+
+
+def toy_page(results: Results) -> str:
+    """`results/toy.md`: validity and overlap, which belong together, each with its densities side by side."""
+    tables = {f"**{measure(metric).label}**": toy_tables(results, metric) for metric in METRICS}
+    return "\n".join(f"{title}\n\n{markdown([side_by_side(own)])}" for title, own in tables.items() if own)
+
+
+def side_by_side(tables: Sequence[Table]) -> Table:
+    """One table of the columns of all."""
+    header = ["Method"]
+    for table in tables:
+        name, first, *others = table.header
+        header += [f"{name}, {first}", *(heading.removeprefix("NFE ") for heading in others)]
+    rows = {row[0]: [row[0]] for table in tables for row in table.rows}
+    for table in tables:
+        cells = {row[0]: row[1:] for row in table.rows}
+        for label, row in rows.items():
+            row += cells.get(label, [DASH] * (len(table.header) - 1))
+    return Table(header, list(rows.values()), note=tables[-1].note)
+
+
+def source(results: Results) -> str:
+    """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
+    rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
+    groups: dict[tuple[str, ...], list[RunInfo]] = {}
+    for run in (results.runs[name] for name in sorted({row.run for group in rows.values() for row in group})):
+        groups.setdefault((run.commit, run.device, run.torch, run.python), []).append(run)
+    sources = []
+    for (commit, device, torch, python), runs in groups.items():
+        commands = list(dict.fromkeys(f"`{run.command}`" for run in runs))
+        more = f" and {len(commands) - 3} more commands" if len(commands) > 3 else ""
+        machine = f"on {device} (torch {torch}, Python {python})"
+        sources.append(f"{comma(commands[:3])}{more} at commit `{short_commit(commit)}` {machine}")
+    samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
+    return f"Made by {'; '.join(sources)}: {'; '.join(samples)}."
+
+
+def gaps(results: Results) -> str:
+    """How far VADD and E-MoE are from the paper at one network call, in points, with the sign."""
+    part = sampled(results).only(task="toy", metric=METRICS)
+    sentences = []
+    for method in ("vadd", "emoe"):
+        for data in data_order(row.data for row in part.models.rows):
+            groups = (metric_lines(part.only(data=data, metric=metric)) for metric in METRICS)
+            validity, overlap = ({line.method: line for line in lines}.get(method, Line(())) for lines in groups)
+            paper = validity.reported("validity", 1)
+            if paper is None:
+                continue
+            mean, beside = (Number(where={"nfe": 1}).mean(line) for line in (validity, overlap))
+            text = f"- {part.label(method)} on {data_name(data)} at NFE 1: "
+            if mean is None:
+                sentences.append(f"{text}not measured; the paper reports a validity of {paper:.1f}.")
+                continue
+            gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
+            also = f"overlap {beside.mean:.1f}" if beside else "overlap not measured"
+            ours = f"validity {write(mean, '.1f', plain=True)}"
+            sentences.append(f"{text}{ours}, the paper reports {paper:.1f}: {gap} points ({also}).")
+    return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
+
+
+def exact_tables(results: Results) -> list[Table]:
+    """Measures of the exact laws of the models, a table for each density, and how far samples lie from them."""
+    models = results.only(task="toy", convention="exact").models
+    exact = models.of(main_rows(models))
+    specs = []
+    for data in data_order(row.data for row in exact.rows):
+        part = exact.only(data=data)
+        lines = [
+            Line((part.label(method), measure(metric).label), part.select(method=method, metric=metric))
+            for method in methods_of(part.rows)
+            for metric in ("validity", "overlap", "nll", "kl")
+        ]
+        columns = over("nfe", "NFE {}", steps_of(lines), Number())
+        specs.append(TableSpec([data_name(data), "of the exact law"], lines, columns, align="ll"))
+    note = f"Mean ± standard error over seeds ({comma(exact.seeds)}). {_largest_distance(results, exact.rows)}"
+    return build(*specs[:-1], *(dataclasses.replace(spec, note=note) for spec in specs[-1:]))
+
+
+def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
+    """The largest |sampled - exact validity| in standard errors, over every run and NFE that has both.
+
+    The error is that of n independent samples of the exact law, sqrt(p (1 - p) / n), which stays above zero where all
+    samples happen to be valid; that of an exact law whose latent was drawn is added in squares.
+    """
+    distances = []
+    for law in (row for row in exact if row.metric == "validity"):
+        same = dict(data=law.data, method=law.method, recipe=law.recipe, seed=law.seed, nfe=law.nfe)
+        for row in results.select(task="toy", metric="validity", convention=None, **same):
+            spread = law.value * (100 - law.value) / row.n if row.n else 0.0
+            error = math.hypot(math.sqrt(max(spread, 0.0)), law.stderr or 0.0)
+            if error > 0:
+                distances.append((abs(row.value - law.value) / error, row, law))
+    if not distances:
+        return "No sampled validity stands beside these."
+    most, row, law = max(distances, key=lambda distance: distance[0])
+    return (
+        f"Largest distance between sampled and exact validity in {len(distances)} comparisons: {most:.1f} standard "
+        f"errors ({results.label(row.method)} on {data_name(row.data)}, seed {row.seed}, NFE {row.nfe}: "
+        f"{row.value:.2f} % of {row.n:,} samples, {law.value:.2f} % of the law)."
+    )

@@ -1,0 +1,176 @@
+"""Tables: cells, the best of a column, references, conventions, the paper's numbers, Markdown, terminal and HTML."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+from emoe.console import console_table, plain_table
+from emoe.reporting.cells import Line, Number, Stack
+from emoe.reporting.grid import grid_note, metric_tables, sampled
+from emoe.reporting.render import html_table, markdown, markdown_table, plain, print_metrics
+from emoe.reporting.results import Results, ResultsError, Row, RunInfo
+from emoe.reporting.table import Table, TableSpec, mark_best, models
+from emoe.reporting.toy import side_by_side, toy_page, toy_tables
+
+RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
+
+
+def row(method: str, value: float, **changes: object) -> Row:
+    fields = dict(task="toy", data="8-modes", method=method, recipe=f"toy-8modes-{method}", seed=0, nfe=1)
+    return Row(**(fields | dict(metric="validity", value=value, n=3000) | changes))
+
+
+def toy_results(*more: Row) -> Results:
+    rows = list(more)
+    for metric, shift in (("validity", 0.0), ("overlap", -10.0)):
+        for data in ("swiss-roll", "8-modes"):
+            at = dict(data=data, metric=metric)
+            for nfe in (1, 32):
+                for method, value in (("mdlm", 40.0), ("emoe", 87.0)):
+                    rows += [row(method, value + shift + s, seed=s, nfe=nfe, **at) for s in range(3)]
+                rows.append(row("ideal", 41.0 + shift, nfe=nfe, convention="exact", seed=None, **at))
+            rows.append(row("data", 99.0, nfe=None, **at))
+    return Results().add(RUN, rows)
+
+
+def cells(text: str, label: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} "))
+    return [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in line.strip("|").split("|")][1:]
+
+
+def validity(*more: Row) -> str:
+    """The first table of validity, of 8-modes."""
+    return markdown_table(toy_tables(toy_results(*more), "validity")[0])
+
+
+def test_the_toy_table_has_the_papers_shape():
+    text = toy_page(toy_results())
+    assert text.index("**Validity (%)**") < text.index("**Overlap (%)**")
+    assert "| Method | 8-modes, NFE 1 | 32 | Swiss-roll, NFE 1 | 32 |" in text
+    assert cells(text, "MDLM")[0] == "41.0 ±0.6<br>*(37.7)*" and cells(text, "VADD")[0] == "—<br>*(91.8)*"
+    assert cells(text, "E-MoE")[0] == "**88.0** ±0.6<br>*(94.4)*"
+    assert cells(text, "ideal factorised") == ["41.0"] * 4 and cells(text, "real data") == ["99.0"] * 4
+    assert cells(text[text.index("**Overlap") :], "E-MoE")[0] == "**78.0** ±0.6"
+    lines = [line.split("|")[1].strip() for line in text.splitlines()[4:9]]
+    assert lines == ["MDLM", "VADD", "E-MoE", "ideal factorised", "real data"]
+    assert "3 seeds (0, 1, 2); 3,000 samples each; *(italics)*: the paper; **bold**: best model of a column;" in text
+    assert validity().startswith("| 8-modes | NFE 1 | NFE 32 |")
+
+
+def test_a_note_does_not_hide_missing_seeds():
+    assert "1 to 3 seeds (0, 1, 2)" in markdown(toy_tables(toy_results(row("vadd", 90.0)), "validity"))
+    note = grid_note([row("emoe", 88.0)], "validity", [Table(["", "NFE 1"], [["E-MoE", "88.0"]])])
+    assert note == "Validity (%): 1 seed (0); 3,000 samples each."
+
+
+def test_ablations_and_exact_laws_stay_out_of_the_main_row():
+    others = [row("emoe", 1.0, recipe="toy-8modes-emoe method.route-tau=0", seed=s) for s in range(3)]
+    others += [row("emoe", 1.0, recipe="demo-emoe"), row("data", 1.0, nfe=None, recipe="toy-9")]
+    others += [row("emoe", 1.0, convention="exact", seed=s) for s in range(2)]
+    assert validity(*others) == validity()
+    with pytest.raises(ResultsError, match="cannot tell the main recipe of mdlm from toy-8modes-mdlm, toy-other-mdlm"):
+        validity(row("mdlm", 1.0, recipe="toy-other-mdlm"))
+
+
+def test_unknown_methods_have_a_line_with_their_own_label():
+    results = toy_results(row("mine", 95.0)).add(RUN, [], {"mine": {"label": "My method", "colour": "#123abc"}})
+    tables = toy_tables(results, "validity")
+    assert cells(markdown_table(side_by_side(tables)), "My method") == ["**95.0**", "—", "—", "—"]
+    assert cells(validity(row("mine", 95.0)), "mine") == ["**95.0**", "—"]
+    page = html_table(tables[0], [results.colour(method) for method in tables[0].methods])
+    assert '<i class="key" style="background:#123abc"></i>My method</td><td class="best"><b>95.0</b>' in page
+
+
+def test_conventions_have_a_column_and_the_paper_a_line():
+    named = [
+        row("emoe", value, convention=name, seed=s)
+        for name, value in (("exact", 80.0), ("bound@4", 70.0))
+        for s in (0, 1)
+    ]
+    (table,) = metric_tables(Results().add(RUN, named), "toy", "validity")
+    text = markdown_table(table)
+    assert text.splitlines()[0] == "| 8-modes | Convention | NFE 1 |"
+    assert "| E-MoE | bound@4 | 70.0" in text and "| E-MoE | exact | **80.0**" in text
+    assert "| E-MoE | paper | —<br>*(94.4)* |" in text and "| VADD | paper | —<br>*(91.8)* |" in text
+
+
+@pytest.mark.parametrize("recipe", ["demo-emoe", "toy-8modes-emoe train.steps=50"])
+def test_the_paper_stays_away_from_changed_recipes(recipe):
+    text = markdown(toy_tables(Results().add(RUN, [row("emoe", 80.0, recipe=recipe)]), "validity"))
+    assert "*(" not in text and "80.0" in cells(text, "E-MoE")[0]
+
+
+def test_lines_of_models_name_what_was_changed_in_one_recipe_but_not_in_all():
+    rows = [
+        row("emoe", 1.0, recipe="toy-a-emoe lr=1 steps=5"),
+        row("mdlm", 1.0, recipe="toy-a-mdlm steps=5"),
+        row("x", 2.0),
+    ]
+    assert [line.label for line in models(Results().add(RUN, rows[:2]))] == ["MDLM", "E-MoE lr=1"]
+    assert models(Results().add(RUN, rows))[-1].label == "x (toy-8modes-x)"
+    assert [line.paper for line in models(Results().add(RUN, [row("emoe", 1.0), rows[1]]), "8-modes")] == [
+        None, ("toy", "8-modes")
+    ]  # fmt: skip
+
+
+def test_the_best_of_a_column():
+    rows = [
+        ["a", "1.0", "3.0 ±0.1", "5"],
+        ["b", "2.00", "3.0\n*(9)*", "—"],
+        ["ref", "9", "9", "9"],
+        ["c", "—", "1.0", "—"],
+    ]
+    for better, wanted in (
+        ("high", [["1.0", "**2.00**", "9", "—"], ["**3.0** ±0.1", "**3.0**\n*(9)*", "9", "1.0"], ["5", "—", "9", "—"]]),
+        ("low", [["**1.0**", "2.00", "9", "—"], ["3.0 ±0.1", "3.0\n*(9)*", "9", "**1.0**"], ["5", "—", "9", "—"]]),
+        (None, [["1.0", "2.00", "9", "—"], ["3.0 ±0.1", "3.0\n*(9)*", "9", "1.0"], ["5", "—", "9", "—"]]),
+    ):
+        marked = [list(cells) for cells in rows]
+        mark_best(marked, 1, better, {2})
+        assert [list(column) for column in zip(*marked, strict=True)][1:] == wanted
+
+
+def test_cells_are_written_from_rows():
+    rows = [row("emoe", 1.5, seed=s, stderr=0.25) for s in (0,)] + [row("emoe", 2.5, metric="entropy", stderr=None)]
+    line = Line(("E-MoE",), rows, "emoe", paper=("toy", "8-modes"))
+    assert Number("validity")(line) == "1.5" and Number("validity", measured=True, plain=True)(line) == "1.5 ±0.2"
+    assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
+    assert Number("validity", spread="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
+    stack = Stack([Number("validity"), Number("entropy", prefix="H ")], "{:.1f}").at(nfe=1)
+    assert stack(line) == "1.5\nH 2.50\n*(94.4)*" and stack.at(seed=1)(line) == "—"
+
+
+def test_markdown_cells_cannot_break_the_table():
+    text = markdown_table(Table(["a", "b"], [["x|y", "1\n2"]]))
+    assert text == "| a | b |\n|---|---:|\n| x\\|y | 1<br>2 |"
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
+        markdown_table(Table(["a", "b"], [["x"]]))
+
+
+def test_notes_explain_italics_only_where_there_are_some():
+    spec = TableSpec(["a"], [Line(("x",), [row("emoe", 1.0)])], [("b", Number())], "One.\n*Italics*: the paper.\nTwo.")
+    assert spec.build().note == "One. Two."
+
+
+def test_the_terminal_with_and_without_rich(capsys, monkeypatch):
+    print_metrics(sampled(toy_results()), "toy", ["overlap"])
+    out = capsys.readouterr().out
+    assert out.count("Overlap (%)") == 2 and "8-modes" in out and "78.0* ±0.6" in out
+    assert plain("**87.6**\N{NO-BREAK SPACE}±0.6\n*(85.0)*") == "87.6* ±0.6\n(85.0)" and plain("A* `b`") == "A* b"
+    header, rows = ["name [x]", "value"], [["long enough to be cut " * 8, "1.25 ±0.5\n(2)"]]
+    console_table(header, rows, title="T")
+    drawn = capsys.readouterr().out
+    assert "long enough to be cut " * 8 in drawn and "[x]" in drawn and "(2)" in drawn
+    real = builtins.__import__
+
+    def without_rich(name: str, *rest: object, **more: object) -> object:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    console_table(header, rows, title="T")
+    assert capsys.readouterr().out == plain_table(header, rows, title="T")
+    assert plain_table(["a", "b"], [["xx", "1"], ["y", "22"]]) == "a    b\n--  --\nxx   1\ny   22\n"
