@@ -5,19 +5,17 @@ A study is a module with `Options`, a frozen dataclass, and `run(options)`, whic
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from emoe.studies.options import Options
+from typing import Any
 
 STUDIES: dict[str, tuple[str, str]] = {
     "toy": ("emoe.studies.toy", "the paper's toy table and figures"),
     "held-out": ("emoe.studies.held_out", "exact laws on densities that no setting was chosen on"),
     "scaling": ("emoe.studies.scaling", "rows of tied symbols of growing length"),
     "likelihood": ("emoe.studies.likelihood", "every named likelihood against the exact NLL"),
-    "digits": ("emoe.studies.digits", "small digits: bits per dimension, samples over NFE"),
-    "mnist": ("emoe.studies.mnist", "the same on binarised MNIST, beside the paper's table"),
+    "digits": ("emoe.studies.images", "small digits: bits per dimension, samples over NFE"),
+    "mnist": ("emoe.studies.images", "the same on binarised MNIST, beside the paper's table"),
     "text": ("emoe.studies.text", "text: likelihoods, generative perplexity, MAUVE"),
 }
 """Name -> module and one line of help; what `emoe reproduce` lists. `demo` and `sweep` are commands of their own."""
@@ -25,10 +23,10 @@ STUDIES: dict[str, tuple[str, str]] = {
 
 def module(name: str) -> Any:
     """The module of a study, `demo` and `sweep` included."""
-    return importlib.import_module(f"emoe.studies.{name.replace('-', '_')}")
+    return importlib.import_module(STUDIES[name][0] if name in STUDIES else f"emoe.studies.{name}")
 
 
-def run(name: str, options: Options) -> int:
+def run(name: str, options: Any) -> int:
     """Run a study, or continue it; returns an exit code."""
-    code: int = module(name).run(options)
+    code: int = module(name).run(dataclasses.replace(options, study=name))
     return code

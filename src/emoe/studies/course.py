@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from emoe.engine.metricslog import read_metrics
-from emoe.reporting.results import Results, Row
+from emoe.reporting.results import Results
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
 from emoe.runs.sampling import count_calls
@@ -22,102 +22,91 @@ LAST_RECORDS = 10  # of the log, whose mean describes the end of training
 POINTS = 20  # of the course of training
 ROWS = 4  # of the batch that passes are counted with
 UNUSED = 0.1  # share of an even share below which an expert counts as dead
-TERMS = {"loss": "train_loss", "recon": "train_recon", "kl": "train_kl"}  # key of the log -> metric
-BY_BLOCK = {"post_entropy": "routing_entropy", "prior_entropy": "prior_entropy", "route_kl": "route_kl"}
+# Keys of the log -> metrics; a key with a block keeps it.
+NAMES = {
+    "loss": "train_loss", "recon": "train_recon", "kl": "train_kl", "usage": "usage_entropy",
+    "post_entropy": "routing_entropy", "prior_entropy": "prior_entropy", "route_kl": "route_kl",
+}  # fmt: skip
 
 Record = Mapping[str, Any]
 
 
-def routing_stage(trained: Trained) -> Stage:
-    """The routing at the end of training; no rows without routes."""
+def means(records: Sequence[Record], names: Mapping[str, str]) -> dict[str, float]:
+    """Finite means of numbers over records, under the names of metrics.
 
-    def records() -> list[dict[str, Any]]:
-        return read_metrics(trained.path / "metrics.jsonl")[-LAST_RECORDS:]
-
-    def done(results: Results) -> bool:
-        return trained.recorded(results, metric="dead_experts") or not any(
-            key.startswith("usage/") for key in records()[-1]
-        )
-
-    return Stage("routing", done, lambda: [trained.row(item) for item in routing_at_end(records())])
-
-
-def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
-    """Means over log records.
-
-    route_kl/blockD: mean route KL in nats per position.
-    usage_entropy/blockD: entropy in nats of the mean usage of the block's experts, at most log E: of the aggregate
-        posterior. least_usage_entropy is the least of them.
-    dead_experts: experts whose mean usage is below 1 / (10 E), over all blocks; n is the number of all experts.
-    effective_draws: how many of the K draws count, where draws are compared.
+    Of usage it is the entropy of the mean: of the aggregate posterior, up to the draws of a batch.
     """
-    items, entropies, dead, total = list[Measurement](), list[float](), 0, 0
-    for key in [key for key in (records[-1] if records else {}) if key.startswith("usage/")]:
-        block = key.removeprefix("usage/")
-        usage = mean_usage(records, key)
-        entropies.append(_entropy(usage))
-        dead += sum(share < UNUSED / len(usage) for share in usage)
-        total += len(usage)
-        items += _mean(records, f"route_kl/{block}")
-        items.append(Measurement(f"usage_entropy/{block}", entropies[-1], None, len(records)))
-    if entropies:
-        items.append(Measurement("least_usage_entropy", min(entropies), None, len(records)))
-        items.append(Measurement("dead_experts", dead, None, total))
-    return items + _mean(records, "effective_draws")
-
-
-def course_stage(trained: Trained) -> Stage:
-    """The terms of the loss and the routing over training, with the step as the convention."""
-
-    def run() -> list[Row]:
-        records = read_metrics(trained.path / "metrics.jsonl")
-        return [trained.row(item, convention=f"step {step}") for step, item in course(records)]
-
-    return Stage("training", lambda results: trained.recorded(results, metric="train_loss"), run)
-
-
-def course(records: Sequence[Record], points: int = POINTS) -> list[tuple[int, Measurement]]:
-    """(step, number) at about `points` points, each the mean of the records since the one before.
-
-    The entropy of usage is that of the mean usage: of the aggregate posterior, up to the draws of a batch.
-    """
-    size = max(1, math.ceil(len(records) / points))
-    parts = [records[start : start + size] for start in range(0, len(records), size)]
-    return [(int(part[-1]["step"]), item) for part in parts for item in _course_point(part)]
-
-
-def _course_point(records: Sequence[Record]) -> list[Measurement]:
-    items = []
-    for key in records[-1]:
+    values = {}
+    for key in records[-1] if records else ():
         name, slash, block = key.partition("/")
-        if name == "usage":
-            value = _entropy(mean_usage(records, key))
-            items.append(Measurement(f"usage_entropy/{block}", value, None, len(records)))
-        elif key in TERMS or (slash and name in BY_BLOCK):
-            metric = TERMS.get(key) or f"{BY_BLOCK[name]}/{block}"
-            value = math.fsum(record[key] for record in records if key in record) / sum(
-                key in record for record in records
-            )
-            items.append(Measurement(metric, value, None, len(records)))
-    return [item for item in items if math.isfinite(item.value)]
+        if name in names:
+            column = [record[key] for record in records if key in record]
+            value = _entropy(mean_usage(column)) if name == "usage" else math.fsum(column) / len(column)
+            values[names[name] + slash + block] = value
+    return {metric: value for metric, value in values.items() if math.isfinite(value)}
 
 
-def mean_usage(records: Sequence[Record], key: str) -> list[float]:
-    """Mean share of each expert over the records."""
-    shares = [record[key] for record in records if key in record]
-    return [math.fsum(column) / len(shares) for column in zip(*shares, strict=True)]
-
-
-def _mean(records: Sequence[Record], key: str) -> list[Measurement]:
-    values = [float(record[key]) for record in records if key in record and math.isfinite(record[key])]
-    return [Measurement(key, math.fsum(values) / len(values), None, len(values))] if values else []
+def mean_usage(usages: Sequence[Sequence[float]]) -> list[float]:
+    """Mean share of each expert."""
+    return [math.fsum(column) / len(usages) for column in zip(*usages, strict=True)]
 
 
 def _entropy(shares: Iterable[float]) -> float:
     return max(0.0, -math.fsum(share * math.log(share) for share in shares if share > 0))
 
 
-# --- Passes ----------------------------------------------------------------------------------------------------------
+def course(records: Sequence[Record]) -> list[tuple[int, Measurement]]:
+    """(step, number) at about `POINTS` points, each the mean of the records since the one before."""
+    size = max(1, math.ceil(len(records) / POINTS))
+    parts = [records[start : start + size] for start in range(0, len(records), size)]
+    return [
+        (int(part[-1]["step"]), Measurement(metric, value, None, len(part)))
+        for part in parts
+        for metric, value in means(part, NAMES).items()
+    ]
+
+
+def course_stage(trained: Trained) -> Stage:
+    """The terms of the loss and the routing over training, with the step as the convention."""
+    log = trained.path / "metrics.jsonl"
+    return Stage(
+        "training",
+        lambda results: trained.recorded(results, metric="train_loss"),
+        lambda: [trained.row(item, convention=f"step {step}") for step, item in course(read_metrics(log))],
+    )
+
+
+def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
+    """Means over log records.
+
+    route_kl/blockD: mean route KL in nats per position.
+    usage_entropy/blockD: entropy in nats of the mean usage of the block's experts, at most log E.
+    least_usage_entropy: the least of them.
+    dead_experts: experts whose mean usage is below 1 / (10 E), over all blocks; n is the number of all experts.
+    effective_draws: how many of the K draws count, where draws are compared.
+    """
+    count = len(records)
+    names = {"usage": "usage_entropy", "route_kl": "route_kl", "effective_draws": "effective_draws"}
+    values = means(records, names)
+    entropies = [value for metric, value in values.items() if metric.startswith("usage_entropy/")]
+    items = [Measurement(metric, value, None, count) for metric, value in values.items()]
+    if entropies:
+        items.append(Measurement("least_usage_entropy", min(entropies), None, count))
+        keys = [key for key in records[-1] if key.startswith("usage/")]
+        usages = [mean_usage([record[key] for record in records if key in record]) for key in keys]
+        dead = sum(share < UNUSED / len(usage) for usage in usages for share in usage)
+        items.append(Measurement("dead_experts", dead, None, sum(map(len, usages))))
+    return items
+
+
+def routing_stage(trained: Trained) -> Stage:
+    """The routing at the end of training; no rows without routes."""
+    items = routing_at_end(read_metrics(trained.path / "metrics.jsonl")[-LAST_RECORDS:])
+
+    def done(results: Results) -> bool:
+        return not items or trained.recorded(results, metric=items[-1].metric)
+
+    return Stage("routing", done, lambda: [trained.row(item) for item in items])
 
 
 def passes_stage(trained: Trained) -> Stage:

@@ -20,7 +20,7 @@ from emoe.runs.pretrained import from_pretrained, released
 from emoe.runs.sampling import draw
 from emoe.studies import options
 from emoe.studies.images import sample_grid
-from emoe.studies.options import folder, hidden
+from emoe.studies.options import flag
 from emoe.studies.pipeline import Study
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Trained
@@ -38,11 +38,10 @@ DIGITS = "Binarised MNIST by released models: MDLM draws every pixel of a call a
 class Options(options.Options):
     """Options of the demo."""
 
-    command = "demo"
-
-    out: Path = folder("runs/demo", "folder of runs, report and figures; delete it to train again")
-    runs: Path = hidden()
-    results: Path = hidden()
+    study: str = "demo"
+    out: Path = flag(Path("runs/demo"), "folder of runs, report and figures; delete it to train again", recorded=False)
+    runs: Path | None = flag(None, "", hidden=True)
+    results: Path = flag(Path(), "", hidden=True)
 
 
 def run(options: Options) -> int:
@@ -50,7 +49,7 @@ def run(options: Options) -> int:
     experiments = [customise(get_recipe(name), options.settings) for name in EXPERIMENTS]
     own = dataclasses.replace(options, runs=options.out, results=options.out)
     write = functools.partial(_write, own)
-    return Study(own, "results", experiments, sample_stages, references=reference_stages, write=write).run()
+    return Study(own, experiments, sample_stages, reference_stages, write, name="results").run()
 
 
 def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from emoe.domains.base import DataError
 from emoe.domains.text.data import Text
@@ -40,23 +40,15 @@ def eval_lm_experiment(size: str, settings: Mapping[str, str], steps: int | None
     own = {name: text for name, text in settings.items() if not name.startswith("method.")}
     recipe = customise(get_recipe(f"{size}-ar"), own | ({} if steps is None else {"train.steps": str(steps)}))
     config: Any = recipe.domain
-    between = math.ceil(recipe.train.steps / CHECKS)
     return dataclasses.replace(
         recipe,
         name=recipe.name.replace(f"{size}-ar", f"{size}-judge", 1),
         domain=dataclasses.replace(config, path=f"{config.path}-judge", held_out="valid"),
-        train=dataclasses.replace(recipe.train, save_every=between),
+        train=dataclasses.replace(recipe.train, save_every=math.ceil(recipe.train.steps / CHECKS)),
     )
 
 
-class Validation(NamedTuple):
-    """The loss of the validation rows after a step, in nats per token."""
-
-    step: int
-    nll: float
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class EvalLMRun:
     """The run of the evaluation LM in a folder of runs."""
 
@@ -74,36 +66,32 @@ class EvalLMRun:
         """The run folder of the best step."""
         return self.runs / f"{self.path.name}-best"
 
-    @property
-    def validations(self) -> list[Validation]:
-        """All of them, by step."""
+    def validations(self) -> dict[int, float]:
+        """Loss of the validation rows by step, in nats per token."""
         log = self.path / "metrics.jsonl"
-        records = read_metrics(log) if log.exists() else []
-        return [Validation(record["step"], record[METRIC]) for record in records if METRIC in record]
+        return {one["step"]: one[METRIC] for one in (read_metrics(log) if log.exists() else []) if METRIC in one}
+
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest loss, and that loss."""
+        return min(self.validations().items(), key=lambda item: item[1], default=None)
 
     @property
-    def best(self) -> Validation | None:
-        """The one with the lowest loss."""
-        return min(self.validations, key=lambda one: one.nll, default=None)
+    def finished(self) -> bool:
+        """Whether nothing is left to train, and the best step is whole."""
+        best, steps = self.best(), list(self.validations())
+        if best is None or steps_done(self.best_path) != best[0]:
+            return False
+        return len(steps) - 1 - steps.index(best[0]) >= PATIENCE or steps[-1] >= self.experiment.train.steps
 
     @property
     def is_ready(self) -> bool:
         """Whether it can score: its best step is here, and training has ended or happened on another machine."""
         return steps_done(self.best_path) > 0 and (self.finished or not self.path.exists())
 
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to train, and the best step is whole."""
-        seen, best = self.validations, self.best
-        if best is None or steps_done(self.best_path) != best.step:
-            return False
-        return len(seen) - 1 - seen.index(best) >= PATIENCE or seen[-1].step >= self.experiment.train.steps
-
     def train(self, text: Text, stop: StopSignal, deadline: float | None, *, quiet: bool) -> None:
         """Train to the end, or until the loss of the validation rows no longer falls, or until the deadline."""
-        label = self.experiment.name.partition(" ")[0]
-        callbacks: list[Callback] = [ProgressBar(label, quiet=quiet), KeepBest(self, text)]
-        callbacks += [] if deadline is None else [Deadline(deadline)]
+        bar = ProgressBar(self.experiment.name.partition(" ")[0], quiet=quiet)
+        callbacks: list[Callback] = [bar, KeepBest(self, text), *([] if deadline is None else [Deadline(deadline)])]
         train(self.experiment, self.path, resume=True, device=self.device, callbacks=callbacks, stop=stop, domain=text)
 
 
@@ -129,10 +117,10 @@ class KeepBest(EarlyStopping):
         config = self.run.experiment.train
         if step % config.save_every and step < config.steps:
             return  # a signal or a deadline stopped the run here; a validation would change which step is the best
-        if step not in [validation.step for validation in self.run.validations]:
-            opened = load_run(self.run.path, device=self.run.device, domain=self.text)
+        if step not in self.run.validations():
+            method = load_run(self.run.path, device=self.run.device, domain=self.text).method
             with arithmetic("fp32"):
-                nll = estimate_nll(opened.method, self.text.test_rows.long(), Likelihood("exact"))
+                nll = estimate_nll(method, self.text.test_rows.long(), Likelihood("exact"))
             record = {"step": step, METRIC: nll.value / self.text.space.length}
             with (self.run.path / "metrics.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(record) + "\n")
@@ -141,21 +129,14 @@ class KeepBest(EarlyStopping):
             self._keep(folder)
 
     def _keep(self, newest: Path) -> None:
-        """Make a checkpoint the only one of the folder of the best step; files are linked, not copied."""
+        """Make a checkpoint the only one of the folder of the best step."""
         target = self.run.best_path / "checkpoints" / newest.name
         if not target.exists():
             draft = target.with_name(f".tmp-{newest.name}")
             shutil.rmtree(draft, ignore_errors=True)
-            shutil.copytree(newest, draft, copy_function=_link)
+            shutil.copytree(newest, draft)
             replace_file(self.run.best_path / "experiment.json", (self.run.path / "experiment.json").read_bytes())
             draft.rename(target)
         for other in target.parent.glob("step-*"):
             if other != target:
                 shutil.rmtree(other)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one without links
-        shutil.copy2(source, target)

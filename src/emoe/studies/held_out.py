@@ -11,9 +11,9 @@ from emoe.reporting.latent import held_out_tables
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results
 from emoe.studies import options
-from emoe.studies.options import flag, folder, recipe_experiments
+from emoe.studies.options import flag, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import Study
-from emoe.studies.stages import Trained, exact_stage, time_stage
+from emoe.studies.stages import Stage, Trained, exact_stage, time_stage
 
 DEFAULTS = {"train.steps": "8000", "eval.nfe": "1,2,4"}  # settings replace these
 
@@ -22,13 +22,12 @@ DEFAULTS = {"train.steps": "8000", "eval.nfe": "1,2,4"}  # settings replace thes
 class Options(options.Options):
     """Options of the study of held-out densities; --train.steps is 8000 and --eval.nfe 1,2,4 unless they are given."""
 
-    command = "reproduce held-out"
     reserved = {"domain.density": "densities"}
 
+    study: str = "held-out"
     methods: tuple[str, ...] = flag(("emoe", "emoe-vimco"), "methods, ends of recipes toy-8modes-*")
     densities: tuple[str, ...] = flag(HELD_OUT, "densities", allowed=HELD_OUT)
-    seeds: tuple[int, ...] = flag((0, 1, 2), "seeds", low=0, high=options.LARGEST_SEED)
-    runs: Path = folder("runs/held-out")
+    seeds: tuple[int, ...] = seeds_flag(0, 1, 2)
 
 
 def run(options: Options) -> int:
@@ -46,7 +45,7 @@ def run(options: Options) -> int:
             print(table.note)
         return []
 
-    return Study(
-        options, "held-out", list(labels), lambda trained: [time_stage(trained), exact_stage(trained)],
-        references=lambda runs: [], write=write, labels=labels, measures_late=True,
-    ).run()  # fmt: skip
+    def stages(trained: Trained) -> list[Stage]:
+        return [time_stage(trained), exact_stage(trained)]
+
+    return Study(options, labels, stages, lambda runs: [], write, measures_late=True).run()

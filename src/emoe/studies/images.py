@@ -30,14 +30,16 @@ from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, method_rank
 from emoe.reporting.table import models
 from emoe.rng import Rng, derive_seed
-from emoe.studies import options
+from emoe.studies import options, stages
 from emoe.studies.figures import mean_curve
-from emoe.studies.options import flag, recipe_experiments
-from emoe.studies.pipeline import Study, stale, write_page
+from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.pipeline import Study, write_figure, write_page
 from emoe.studies.pools import Archive, PoolKey
-from emoe.studies.stages import Stage, Trained, likelihood_names, likelihood_stage, pool_stage, size_stage, time_stage
+from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
+METHODS = ("mdlm", "vadd", "emoe")
+OURS = {"mnist": "emoe-floor", "digits": "emoe-vimco"}
 LIKELIHOODS = ("objective", "nelbo", "bound@1", "bound@4", "bound@16", "bound@64", "iw@1,64", "iw@4,64")
 TOKENS = 2**19  # tokens of a batch of likelihoods: 512 images of 32 x 32, or 8 with 64 draws each
 EDGE = 4  # images along the edge of a panel of samples
@@ -49,20 +51,20 @@ COMPARING = ("frechet", "precision", "recall", "density", "coverage", "class_tv"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(options.Options):
-    """Options of the studies of images."""
+    """Options of the studies of images; `study` is mnist or digits."""
 
     reserved = {"eval.nfe": "nfe", "eval.samples": "samples", "domain.root": "data-root"}
 
-    methods: tuple[str, ...] = flag(("mdlm", "vadd", "emoe"), "methods, ends of recipes")
+    methods: tuple[str, ...] | None = flag(None, "methods, ends of recipes; default: mdlm, vadd, emoe and one of ours")
     nfe: tuple[int, ...] | None = flag(None, "numbers of network calls; default: the recipe's", low=1, high=10_000)
     samples: int | None = flag(None, "samples for each NFE; default: the recipe's", low=2, high=10_000_000)
     rows: int = flag(10_000, "test images for likelihoods, or all", low=1, high=10_000_000)
-    seeds: tuple[int, ...] = flag((0,), "seeds", low=0, high=options.LARGEST_SEED)
+    seeds: tuple[int, ...] = seeds_flag(0)
     only: str | None = flag(None, "one part alone", allowed=("train", "score", "draw"), recorded=False)
-    data_root: Path | None = flag(None, "folder with MNIST's files; default: EMOE_DATA, then ./data", recorded=False)
+    data_root: Path | None = flag(None, "folder of MNIST's files; default: EMOE_DATA, then ./data", recorded=False)
 
 
-def run_images(options: Options, data: str) -> int:
+def run(options: Options) -> int:
     """Train methods; measure bits per dimension and samples over NFE; write tables, figures and an animation."""
 
     def build(experiment: Experiment) -> Images:
@@ -73,10 +75,11 @@ def run_images(options: Options, data: str) -> int:
             raise ConfigError([f"domain: {experiment.domain.kind!r} has no images; leave the recipe's domain"])
         return domain
 
-    experiments = recipe_experiments(data, options.methods, options.seeds, options.settings)
+    methods = options.methods or (*METHODS, OURS[options.study])
+    experiments = recipe_experiments(options.study, methods, options.seeds, options.settings)
     study = Study(
-        options, data, experiments, functools.partial(_stages, options), references=functools.partial(_real, options),
-        write=functools.partial(_write, options, data), domain=build, gpu_jobs=1,
+        options, experiments, functools.partial(_stages, options), functools.partial(_real, options),
+        functools.partial(_write, options), domain=build, gpu_jobs=1,
     )  # fmt: skip
     return study.run(options.only)
 
@@ -85,11 +88,11 @@ def _stages(options: Options, trained: Trained) -> list[Stage]:
     """Sizes, likelihoods and samples; those of few network calls first, so that a budget buys many."""
     config, length = trained.experiment.eval, trained.domain.space.length
     batch, samples = max(1, min(config.batch, TOKENS // length)), options.samples or config.samples
-    names = likelihood_names(trained.method, LIKELIHOODS)
-    stages = [likelihood_stage(trained, name, options.rows, _bits, batch=batch) for name in names]
+    names = stages.likelihood_names(trained.method, LIKELIHOODS)
+    work = [stages.likelihood_stage(trained, name, options.rows, _bits, batch=batch) for name in names]
     steps = sorted(set(options.nfe or config.nfe))
-    stages += [pool_stage(trained, PoolKey(nfe), samples, keep=EDGE * EDGE) for nfe in steps]
-    return [time_stage(trained), size_stage(trained), *sorted(stages, key=lambda stage: stage.rows)]
+    work += [stages.pool_stage(trained, PoolKey(nfe), samples, keep=EDGE * EDGE) for nfe in steps]
+    return [stages.time_stage(trained), stages.size_stage(trained), *sorted(work, key=lambda stage: stage.rows)]
 
 
 def _bits(nll: Measurement, length: int) -> list[Measurement]:
@@ -120,20 +123,17 @@ def real_stage(trained: Trained, name: str, count: int) -> Stage:
         rows = [row(item, domain, experiment, nfe=None, method="data") for item in items]
         return [dataclasses.replace(one, seed=None) for one in rows]
 
-    def done(results: Results) -> bool:
-        rows = results.select(method="data", recipe=name, data=domain.name, metric="pixel_tv")
-        return any((row.n or 0) >= count for row in rows)
-
-    return Stage(f"real images of {domain.name}", done, run)
+    same = {"method": "data", "recipe": name, "data": domain.name, "metric": "pixel_tv"}
+    return Stage(f"real images of {domain.name}", lambda results: stages.recorded(results, n=count, **same), run)
 
 
-def _write(options: Options, data: str, results: Results, runs: Sequence[Trained]) -> list[Path]:
+def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
     """The page of tables and the figures; tables on the terminal."""
-    part, folder = results.only(task=data), options.results
+    data, folder, part = options.study, options.results, results.only(task=options.study)
     figures: dict[str, tuple[Sequence[Path], Callable[[Path], None]]] = {}  # sources and what draws them
     if part.models.rows:
         figures["curves.png"] = [folder / f"{data}.json"], functools.partial(curves, part)
-    if pools := _shown(options, data, runs[0].experiment):
+    if pools := _shown(options, runs[0].experiment):
         samples = functools.partial(_draw_samples, pools, results, runs[0].domain)
         figures["samples.png"] = [archive.path for archive in pools], samples
     for run in [run for run in runs if not run.steps_left and run.method.has_latent]:
@@ -141,19 +141,16 @@ def _write(options: Options, data: str, results: Results, runs: Sequence[Trained
             figures["film.gif"] = [run.path / "checkpoints"], functools.partial(animation, run)
     written = write_page(folder / f"{data}.md", image_page(results, data))
     for name, (sources, make) in figures.items():
-        path = folder / "figures" / f"{data}-{name}"
-        if options.only == "draw" or stale(path, sources):
-            make(path)
-            written.append(path)
+        written += write_figure(folder / "figures" / f"{data}-{name}", sources, make, anew=options.only == "draw")
     for table in [*bpd_tables(part), *nfe_tables(part)]:
         print_table(table)
     return written
 
 
-def _shown(options: Options, data: str, like: Experiment) -> list[Archive]:
+def _shown(options: Options, like: Experiment) -> list[Archive]:
     """Samples of all methods with the changes and the seed of an experiment, also those of earlier commands."""
-    wanted = parse(like.name).changes, like.seed
-    archives = [Archive.open(path) for path in sorted((options.runs / "pools").glob(f"{data}-*.npz"))]
+    wanted, paths = (parse(like.name).changes, like.seed), (options.run_folder / "pools").glob(f"{options.study}-*.npz")
+    archives = [Archive.open(path) for path in sorted(paths)]
     same = [one for one in archives if (parse(one.manifest["recipe"]).changes, one.manifest["seed"]) == wanted]
     return sorted(same, key=lambda archive: method_rank(archive.manifest["method"]))
 

@@ -23,9 +23,9 @@ from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, methods_of
 from emoe.studies import options
 from emoe.studies.demo import EXPERIMENTS
-from emoe.studies.options import folder
-from emoe.studies.pipeline import Study, stale
-from emoe.studies.stages import Stage, Trained, likelihood_stage
+from emoe.studies.options import flag
+from emoe.studies.pipeline import Study, write_figure
+from emoe.studies.stages import Stage, Trained, likelihood_stage, recorded
 from emoe.types import Measurement
 
 STEPS, DRAWS, ROWS = (1, 2, 4, 8, 16), 16, 8_000
@@ -36,16 +36,14 @@ BOUNDS = {"bound@T": "bound@{}", f"iw@T,{DRAWS}": f"iw@{{}},{DRAWS}"}  # labels 
 class Options(options.Options):
     """Options of the study of likelihoods."""
 
-    command = "reproduce likelihood"
-
-    runs: Path = folder("runs/demo", "folder of the run folders; that of the demo is continued")
+    study: str = "likelihood"
+    runs: Path | None = flag(Path("runs/demo"), "folder of the run folders; that of the demo", recorded=False)
 
 
 def run(options: Options) -> int:
     """Train the demo's models and compare every named likelihood with the exact NLL of the T-step sampler."""
     experiments = [customise(get_recipe(name), options.settings) for name in EXPERIMENTS]
-    write = functools.partial(_write, options)
-    return Study(options, "likelihood", experiments, _stages, references=_truth, write=write).run()
+    return Study(options, experiments, _stages, _truth, functools.partial(_write, options)).run()
 
 
 def _stages(trained: Trained) -> list[Stage]:
@@ -78,19 +76,20 @@ def _truth(runs: Sequence[Trained]) -> list[Stage]:
         nll = exact_nll(toy.cell_probabilities(), held_out_rows(toy, ROWS, experiment.seed)).mean().item()
         return [row(Measurement("nll", nll, None, ROWS), toy, experiment, nfe=None, method="data", convention="exact")]
 
-    return [Stage("the data", lambda results: bool(results.select(method="data", task="toy")), run)] * bool(runs)
+    return [Stage("the data", lambda results: recorded(results, method="data", task="toy"), run)] * bool(runs)
 
 
 def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
     """The figure, and the table on the terminal."""
     for table in likelihood_tables(results):
         print_table(table)
-    path = options.results / "figures" / "likelihood.png"
-    if not stale(path, [options.results / "likelihood.json"]):
-        return []
     nll = results.only(task="toy", metric="nll")
-    save(draw([[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6), path)
-    return [path]
+
+    def figure(path: Path) -> None:
+        save(draw([[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6), path)
+
+    sources = [options.results / "likelihood.json"] if nll.models.rows else []
+    return write_figure(options.results / "figures" / "likelihood.png", sources, figure)
 
 
 def _panel(results: Results, method: str) -> Panel:

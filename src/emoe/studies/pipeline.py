@@ -26,7 +26,7 @@ from emoe.evaluation.measure import described
 from emoe.experiment import Experiment
 from emoe.files import replace_file
 from emoe.reporting.provenance import describe_machine
-from emoe.reporting.results import Results, Row, RunInfo, record
+from emoe.reporting.results import Results, RunInfo, record
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
 from emoe.studies.stages import TIMES, Stage, Trained
@@ -43,17 +43,16 @@ class Interrupted(RuntimeError):
 
 
 class Study:
-    """A list of experiments with the stages that measure them, and the state of their work.
+    """Experiments with the stages that measure them, and the state of the work.
 
     Args:
         options: Folders, device, jobs, budget.
-        name: Of the files in the folder of results.
-        experiments: What is trained.
+        experiments: What is trained, with labels for the log; an empty label is the recipe and the seed.
         stages: What is measured of a trained run.
-        references: What is measured beside the runs, such as real data.
-        write: Writes tables and figures and prints the main ones; returns the files that have changed.
+        references: What is measured beside the trained runs, such as real data.
+        write: Writes tables and figures of all results and prints the main ones; returns the files that have changed.
+        name: Of the results file; default: the study's.
         domain: Builds the data of an experiment.
-        labels: Names of runs in the log, where they are not recipe and seed.
         gpu_jobs: Runs at once on a GPU, unless the options say otherwise.
         measures_late: Trained runs are measured even after the budget is used up.
     """
@@ -61,14 +60,13 @@ class Study:
     def __init__(
         self,
         options: Options,
-        name: str,
-        experiments: Sequence[Experiment],
+        experiments: Mapping[Experiment, str] | Sequence[Experiment],
         stages: Callable[[Trained], list[Stage]],
-        *,
         references: Callable[[Sequence[Trained]], list[Stage]],
         write: Callable[[Results, Sequence[Trained]], list[Path]],
+        *,
+        name: str = "",
         domain: Callable[[Experiment], Domain] | None = None,
-        labels: Mapping[Experiment, str] | None = None,
         gpu_jobs: int = 6,
         measures_late: bool = False,
     ):
@@ -76,8 +74,9 @@ class Study:
         self.build_domain = domain or (lambda experiment: experiment.domain.build(experiment.seed))
         self.measures_late, self.device = measures_late, pick_device(options.device)
         self.jobs = options.jobs or (gpu_jobs if self.device.type == "cuda" else torch.get_num_threads())
-        self.runs = [Trained(self, experiment, (labels or {}).get(experiment, "")) for experiment in experiments]
-        self.results = options.results / f"{name}.json"
+        labels = experiments if isinstance(experiments, Mapping) else dict.fromkeys(experiments, "")
+        self.runs = [Trained(self, experiment, label) for experiment, label in labels.items()]
+        self.results = options.results / f"{name or options.study}.json"
         self.failed: dict[str, str] = {}  # label -> the error that ended it
         self.untrained = self.unmeasured = 0  # runs and stages that are left when the budget is used up
         self.stop, self.began, self._machine = StopSignal(), time.monotonic(), describe_machine(self.device)
@@ -111,32 +110,28 @@ class Study:
         they compute. So several runs go on at once, each in a thread with one CPU core and a CUDA stream of its own.
         Runs share nothing, so their number changes nothing but the time.
         """
-        left = [trained for trained in self.runs if trained.steps_left]
-        steps = sum(trained.steps_left for trained in left)
+        left = {run: steps for run in self.runs if (steps := run.steps_left)}
+        steps = sum(left.values())
         self.note(f"{len(self.runs)} runs, {len(self.runs) - len(left)} of them trained; {steps:,} steps to train")
-        self._parallel(
-            "training", steps, [(trained.label, functools.partial(self._train, trained)) for trained in left]
-        )
+        self._parallel("training", steps, [(run.label, functools.partial(self._train, run)) for run in left])
 
     def measure(self) -> None:
         """Run the stages of all trained runs that are not recorded, then the references."""
-        results, tasks, total, count = self.known(), list[tuple[str, Task]](), 0, 0
-        for trained in self.runs:
-            if trained.steps_left:
-                self.note(f"{trained.label}: not trained yet, so not measured")
-                continue
-            stages = [stage for stage in self.stages(trained) if not stage.done(results)]
-            total, count = total + sum(stage.rows for stage in stages), count + len(stages)
-            tasks += [(trained.label, functools.partial(self._measure, trained, stages))] * bool(stages)
-        self.note(f"{count} measurements to make")
-        self._parallel("measurements", total, tasks)
+        results, left = self.known(), dict[Trained, list[Stage]]()
+        for run in self.runs:
+            if run.steps_left:
+                self.note(f"{run.label}: not trained yet, so not measured")
+            elif stages := [stage for stage in self.stages(run) if not stage.done(results)]:
+                left[run] = stages
+        self.note(f"{sum(map(len, left.values()))} measurements to make")
+        tasks = [(run.label, functools.partial(self._measure, run, stages)) for run, stages in left.items()]
+        self._parallel("measurements", sum(stage.rows for stages in left.values() for stage in stages), tasks)
         self.run_stages("references", self.references([run for run in self.runs if not run.steps_left]))
 
     def run_stages(self, label: str, stages: Sequence[Stage]) -> None:
-        """Run the stages that are not recorded, of no run in particular, one after the other."""
+        """Run stages of no run in particular, one after the other, unless they are recorded."""
         results = self.known()
-        left = [stage for stage in stages if not stage.done(results)]
-        if left:
+        if left := [stage for stage in stages if not stage.done(results)]:
             with self._meter(label, sum(stage.rows for stage in left)) as tick:
                 for stage in left:
                     self._run_stage(stage, stage.name, tick)
@@ -144,32 +139,25 @@ class Study:
     def finish(self) -> None:
         """Write tables and figures of everything that is recorded."""
         results = self.known()
-        if not results.rows:
+        if results.rows:
+            written = self.write(results, self.runs)
+            self.note(f"written: {', '.join(map(str, written)) or 'nothing, all is up to date'}")
+        else:
             print("nothing is measured yet")
-            return
-        written = self.write(results, self.runs)
-        self.note(f"written: {', '.join(map(str, written)) or 'nothing, all is up to date'}")
 
     def close(self) -> int:
         """Report what failed and what is left; returns the exit code."""
+        command = self.options.command
         for label, error in self.failed.items():
-            print(f"emoe {self.options.command}: {label} failed: {error}", file=sys.stderr)
+            print(f"{command}: {label} failed: {error}", file=sys.stderr)
         if self.untrained or self.unmeasured:
             left = f"{self.untrained} runs not trained, {self.unmeasured} measurements not made"
-            command = f"emoe {self.options.command}"
             print(f"{command}: {left}: the budget is used up; the same command continues", file=sys.stderr)
         return 1 if self.failed else 0
 
     def known(self) -> Results:
         """What is recorded."""
         return Results.load(self.results) if self.results.exists() else Results()
-
-    def add(self, rows: Sequence[Row], methods: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Record rows, and how their methods are shown."""
-        wall_s = round(time.monotonic() - self.began, 1)
-        record(
-            self.results, RunInfo(command=self.options.command_line(), wall_s=wall_s, **self._machine), rows, methods
-        )
 
     def domain(self, experiment: Experiment) -> Domain:
         """The data of an experiment, built once."""
@@ -180,7 +168,7 @@ class Study:
             return self._domains[key]
 
     def note(self, text: str) -> None:
-        """A line of the log."""
+        """Print a line of the log."""
         if not self.options.quiet:
             print(text, file=sys.stderr, flush=True)
 
@@ -232,24 +220,24 @@ class Study:
         except Exception as error:
             self.failed[label] = str(error) or type(error).__name__
 
-    def _train(self, trained: Trained, tick: Tick) -> None:
+    def _train(self, run: Trained, tick: Tick) -> None:
         if not self.is_late:
-            callbacks: list[Callback] = [RunProgress(trained.label, tick, self.note)]
+            callbacks: list[Callback] = [RunProgress(run.label, tick, self.note)]
             callbacks += [] if self.deadline is None else [Deadline(self.deadline)]
             train(
-                trained.experiment, trained.path, resume=True, device=str(self.device), callbacks=callbacks,
-                stop=self.stop, domain=trained.domain,
+                run.experiment, run.path, resume=True, device=str(self.device), callbacks=callbacks, stop=self.stop,
+                domain=run.domain,
             )  # fmt: skip
         with self._lock:
-            self.untrained += trained.steps_left > 0
+            self.untrained += run.steps_left > 0
 
-    def _measure(self, trained: Trained, stages: Sequence[Stage], tick: Tick) -> None:
+    def _measure(self, run: Trained, stages: Sequence[Stage], tick: Tick) -> None:
         for number, stage in enumerate(stages, 1):
-            self._run_stage(stage, f"{trained.label}, {stage.name} [{number}/{len(stages)}]", tick, trained)
-        trained.close()
+            self._run_stage(stage, f"{run.label}, {stage.name} [{number}/{len(stages)}]", tick, run)
+        run.close()
 
-    def _run_stage(self, stage: Stage, label: str, tick: Tick, trained: Trained | None = None) -> None:
-        """Run a stage, if there is time left, and record its rows."""
+    def _run_stage(self, stage: Stage, label: str, tick: Tick, run: Trained | None = None) -> None:
+        """Run a stage, if there is time left, and record its rows; count rows that enter the network meanwhile."""
         if self.stop.requested is not None:
             return
         if self.is_late and not self.measures_late:
@@ -265,13 +253,14 @@ class Study:
             tick(size, label)
 
         with self._tolerating(label), contextlib.ExitStack() as stack:
-            methods = None
-            if trained is not None:
-                methods = described(trained.method, trained.experiment)
-                stack.callback(trained.run.method.backbone.register_forward_hook(count).remove)
+            methods = None if run is None else described(run.method, run.experiment)
+            if run is not None:
+                stack.callback(run.run.method.backbone.register_forward_hook(count).remove)
             rows = stage.run()
+            wall_s = round(time.monotonic() - self.began, 1)
+            info = RunInfo(command=self.options.command_line(), wall_s=wall_s, **self._machine)
             with self._lock:
-                self.add(rows, methods)
+                record(self.results, info, rows, methods)
             values = ", ".join(f"{row.metric} {row.value:.4g}" for row in rows[:4])
             self.note(f"{label}: {values}, {time.monotonic() - began:.1f} s")
         tick(stage.rows - counted, label)
@@ -282,11 +271,11 @@ class RunProgress(Callback):
 
     def __init__(self, label: str, tick: Tick, note: Callable[[str], None]):
         self.label, self.tick, self.note = label, tick, note
-        self.step, self.text = 0, label
+        self.start, self.step, self.folder, self.text = 0, 0, Path(), label
 
     def on_start(self, info: FitInfo) -> None:
         """Count from the step that the run continues from."""
-        self.info, self.step = info, info.start
+        self.start, self.step, self.folder = info.start, info.start, info.run_dir
 
     def on_step(self, step: int) -> None:
         """Move the bar."""
@@ -301,9 +290,9 @@ class RunProgress(Callback):
 
     def on_end(self, result: FitResult | None) -> None:
         """Note the time of this part of the training."""
-        if result is not None and result.step > self.info.start:
-            part = {"from": self.info.start, "to": result.step, "seconds": round(result.seconds, 3)}
-            with (self.info.run_dir / TIMES).open("a", encoding="utf-8") as file:
+        if result is not None and result.step > self.start:
+            part = {"from": self.start, "to": result.step, "seconds": round(result.seconds, 3)}
+            with (self.folder / TIMES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(part) + "\n")
 
 
@@ -315,9 +304,12 @@ def write_page(path: Path, text: str) -> list[Path]:
     return [path]
 
 
-def stale(path: Path, sources: Sequence[Path]) -> bool:
-    """Whether a file is missing or older than one of its sources."""
-    if not path.exists():
-        return True
-    written = path.stat().st_mtime_ns
-    return any(source.exists() and source.stat().st_mtime_ns > written for source in sources)
+def write_figure(
+    path: Path, sources: Sequence[Path], make: Callable[[Path], None], *, anew: bool = False
+) -> list[Path]:
+    """Write a figure that is missing, older than one of its sources, or wanted anew; the paths that have changed."""
+    ages = [source.stat().st_mtime_ns for source in sources if source.exists()]
+    if not anew and path.exists() and max(ages, default=0) <= path.stat().st_mtime_ns:
+        return []
+    make(path)
+    return [path]

@@ -23,10 +23,10 @@ from emoe.reporting.ties import by_variant, default_depth, health_tables, ordere
 from emoe.studies import options
 from emoe.studies.course import routing_stage
 from emoe.studies.figures import mean_curve
-from emoe.studies.options import flag, folder
-from emoe.studies.pipeline import Study, stale
+from emoe.studies.options import flag, seeds_flag
+from emoe.studies.pipeline import Study, write_figure
 from emoe.studies.pools import PoolKey
-from emoe.studies.stages import Stage, Trained, likelihood_stage, pool_stage, time_stage
+from emoe.studies.stages import Stage, Trained, likelihood_stage, pool_stage, recorded, time_stage
 from emoe.types import Measurement
 
 FAMILIES = get_args(TieFamily)
@@ -46,25 +46,20 @@ HELD_OUT_ROWS = 2_000  # of bound@1
 class Options(options.Options):
     """Options of the study of row lengths."""
 
-    command = "reproduce scaling"
     reserved = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
 
+    study: str = "scaling"
     variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(VARIANTS))
     families: tuple[str, ...] = flag(FAMILIES, "families of ties", allowed=FAMILIES)
     lengths: tuple[int, ...] = flag((2, 4, 8, 16, 32, 64), "lengths L of a row", low=2, high=10_000)
     depth: int | None = flag(None, "blocks of the network; default: 2 to 6, growing with L", low=2, high=100)
-    seeds: tuple[int, ...] = flag((0,), "seeds", low=0, high=options.LARGEST_SEED)
-    runs: Path = folder("runs/scaling")
+    seeds: tuple[int, ...] = seeds_flag(0)
 
 
 def run(options: Options) -> int:
     """Train variants on tied symbols; measure ties kept in one call, coverage of samples, and the latent."""
-    labels = labelled_experiments(options)
-    study = Study(
-        options, "scaling", list(labels), _stages, references=_ideal, write=functools.partial(_write, options),
-        labels=labels, measures_late=True,
-    )  # fmt: skip
-    return study.run()
+    write = functools.partial(_write, options)
+    return Study(options, labelled_experiments(options), _stages, _ideal, write, measures_late=True).run()
 
 
 def labelled_experiments(options: Options) -> dict[Experiment, str]:
@@ -113,7 +108,7 @@ def _ideal(runs: Sequence[Trained]) -> list[Stage]:
             return [dataclasses.replace(one, seed=None) for one in rows]
 
         def done(results: Results) -> bool:
-            return {row.nfe for row in results.select(method="ideal", data=domain.name)} >= set(experiment.eval.nfe)
+            return all(recorded(results, method="ideal", data=domain.name, nfe=nfe) for nfe in experiment.eval.nfe)
 
         return Stage(f"ideal chain of {domain.name}", done, run)
 
@@ -126,12 +121,14 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
     for table in [*scaling_tables(part), *health_tables(part)]:
         print_table(table)
         print(table.note)
-    path, ties = options.results / "figures" / "scaling.png", results.only(task="ties", metric="ties", nfe=1)
-    if not ties.models.rows or not stale(path, [options.results / "scaling.json"]):
-        return []
+    ties = results.only(task="ties", metric="ties", nfe=1)
     families = sorted({setting_of(row.data).family for row in ties.models.rows})
-    save(draw([[_panel(ties, family) for family in families]], width=2.9), path)
-    return [path]
+
+    def figure(path: Path) -> None:
+        save(draw([[_panel(ties, family) for family in families]], width=2.9), path)
+
+    path = options.results / "figures" / "scaling.png"
+    return write_figure(path, [options.results / "scaling.json"], figure) if families else []
 
 
 def _panel(results: Results, family: str) -> Panel:

@@ -52,7 +52,7 @@ class Trained:
     def __init__(self, study: Study, experiment: Experiment, label: str = ""):
         self.study, self.experiment = study, experiment
         self.label = label or f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
-        self.path = study.options.runs / run_name(experiment)
+        self.path = study.options.run_folder / run_name(experiment)
 
     @property
     def steps_left(self) -> int:
@@ -73,9 +73,8 @@ class Trained:
     @functools.cached_property
     def pools(self) -> Archive:
         """Its samples."""
-        archive = Archive.open(self.study.options.runs / "pools" / f"{self.path.name}.npz")
-        name, method, seed = self.experiment.name, self.experiment.method_name, self.experiment.seed
-        archive.manifest |= {"recipe": name, "method": method, "seed": seed, "data": self.domain.name}
+        archive, one = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.experiment
+        archive.manifest |= {"recipe": one.name, "method": one.method_name, "seed": one.seed, "data": self.domain.name}
         return archive
 
     @functools.cached_property
@@ -97,8 +96,7 @@ class Trained:
 
     def recorded(self, results: Results, *, n: int = 0, **where: Any) -> bool:
         """Whether results hold a number of this run, from at least `n` samples or rows."""
-        rows = results.select(recipe=self.experiment.name, seed=self.experiment.seed, **where)
-        return any((row.n or 0) >= n for row in rows)
+        return recorded(results, n=n, recipe=self.experiment.name, seed=self.experiment.seed, **where)
 
     def stage(self, name: str, metric: str, items: Callable[[], Mapping[str, float]]) -> Stage:
         """A stage of plain numbers, which is done when `metric` is recorded."""
@@ -107,6 +105,11 @@ class Trained:
             return [self.row(Measurement(name, value, None, None)) for name, value in items().items()]
 
         return Stage(name, lambda results: self.recorded(results, metric=metric), run)
+
+
+def recorded(results: Results, *, n: int = 0, **where: Any) -> bool:
+    """Whether results hold a number from at least `n` samples or rows."""
+    return any((row.n or 0) >= n for row in results.select(**where))
 
 
 def steps_done(run: Path) -> int:
@@ -159,14 +162,8 @@ def pool_stage(
 ) -> Stage:
     """Draw a pool of samples and measure it.
 
-    Args:
-        trained: The run.
-        key: Network calls, and the name of what `settings` change.
-        samples: Their number.
-        keep: The first so many are kept.
-        sampler: Default: the experiment's.
-        settings: Fields that are changed for these samples.
-        write: Makes text of the first samples, which is kept too.
+    The first `keep` samples are kept, with the text that `write` makes of very few. `settings` are fields that are
+    changed for these samples, of which `key` has the name; the sampler is the experiment's by default.
     """
     experiment, archive, keep = trained.experiment, trained.pools, min(keep, samples)
     sampler = sampler or experiment.eval.sampler
@@ -212,12 +209,12 @@ def likelihood_stage(
     factorised: Callable[..., float] = factorised_nll,
     elsewhere: Domain | None = None,
 ) -> Stage:
-    """Estimate a named likelihood of held-out rows; with bound@1 of a latent the coordination gain too.
+    """Estimate a named likelihood of `count` held-out rows, or all; with bound@1 of a latent the coordination gain too.
 
     Args:
         trained: The run.
         name: The likelihood.
-        count: Number of rows, or all where there are fewer.
+        count: Number of rows.
         units: The measurements to record, of an NLL in nats per row and the length of a row.
         batch: Rows of a network call; another number gives another estimate.
         factorised: NLL of the best factorised step, of training rows, rows and the number of symbols.

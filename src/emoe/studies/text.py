@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.text.data import Text, TextConfig, read_manifest
+from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
 from emoe.evaluation.likelihood import factorised_nll
-from emoe.experiment import Experiment, customise
+from emoe.experiment import customise
 from emoe.figures.base import save
 from emoe.figures.curves import Panel, draw
 from emoe.methods.base import PLAIN
@@ -35,43 +35,41 @@ from emoe.reporting.results import Results, Row
 from emoe.reporting.table import models
 from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_tables
 from emoe.rng import derive_seed
-from emoe.studies import options
+from emoe.studies import options, stages
 from emoe.studies.course import course_stage, passes_stage
 from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
 from emoe.studies.figures import mean_curve
-from emoe.studies.options import flag, folder, recipe_experiments
-from emoe.studies.pipeline import Study, stale, write_page
+from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.pipeline import Study, write_figure, write_page
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import samples_page
 from emoe.studies.scores import Scoring, describe_text, in_tokens, mauve_stages, reference_row
-from emoe.studies.stages import Stage, Trained, likelihood_names, likelihood_stage, pool_stage, size_stage, time_stage
+from emoe.studies.sets import Sets
+from emoe.studies.stages import Stage, Trained
 from emoe.types import Likelihood, Measurement
 
 SIZES = ("news-small", "text-tiny", "lm1b")
 METHODS = ("ar", "mdlm", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound@1", "bound@4", "bound@16", "bound@64", "iw@1,16")
-VARIANT_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
+GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(options.Options):
     """Options of the study of text."""
 
-    command = "reproduce text"
     reserved = {
         "eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set",
     }  # fmt: skip
 
+    study: str = "text"
     size: str = flag(SIZES[0], "recipes", allowed=SIZES)
     methods: tuple[str, ...] = flag(METHODS, "methods, ends of recipes")
     only: str | None = flag(None, "one part alone", allowed=("train", "eval-lm", "score", "draw"), recorded=False)
-    set: Path | None = flag(
-        None, "folder of the prepared text; default: the recipe's, such as sets/news", recorded=False
-    )
+    set: Path | None = flag(None, "folder of prepared text; default: the recipe's, such as sets/news", recorded=False)
     eval_lm_set: Path | None = flag(
-        None, "folder of prepared text that no model saw, for the evaluation LM; default: as --set, and -judge",
-        recorded=False,
-    )  # fmt: skip
+        None, "folder of prepared text that no model saw; default: that of the recipe, with -judge", recorded=False
+    )
     eval_lm_steps: int | None = flag(None, "training steps of the evaluation LM, at most", low=1, high=10_000_000)
     zero_shot: Path | None = flag(None, "folder of prepared text from elsewhere, for likelihoods", recorded=False)
     samples: int = flag(2_000, "samples for each NFE", low=4, high=1_000_000)
@@ -79,24 +77,31 @@ class Options(options.Options):
     sampler: str = flag("reveal-first", "how masked diffusion draws; one law", allowed=("reveal-first", "plain"))
     rows: int = flag(2_000, "test rows for likelihoods, or all", low=1, high=10_000_000)
     merge: tuple[Path, ...] = flag((), "results file of another machine to take in first", recorded=False, repeat=True)
-    seeds: tuple[int, ...] = flag((0,), "seeds", low=0, high=options.LARGEST_SEED)
-    runs: Path = folder("", "folder of runs, pools and features; default: runs/text, or runs/text-tiny")
+    seeds: tuple[int, ...] = seeds_flag(0)
+
+    @property
+    def stem(self) -> str:
+        """How the names of its files begin."""
+        return "text-tiny" if self.size == "text-tiny" else "text"
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of runs, pools and features."""
+        return self.runs or Path("runs") / self.stem
 
 
 def run(options: Options) -> int:
     """Train models of text; measure likelihoods, and samples by their entropy, generative perplexity and MAUVE."""
-    name, only = "text-tiny" if options.size == "text-tiny" else "text", options.only
-    if options.runs == Path():
-        options = dataclasses.replace(options, runs=Path("runs") / name)
+    only = options.only
     experiments = recipe_experiments(options.size, options.methods, options.seeds, options.settings)
-    lm_experiment = eval_lm_experiment(options.size, options.settings, options.eval_lm_steps)
-    sets = Sets(options, experiments[0].domain, lm_experiment.domain)
+    lm = eval_lm_experiment(options.size, options.settings, options.eval_lm_steps)
+    sets = Sets(experiments[0].domain, lm.domain, options.set, options.eval_lm_set, options.zero_shot)
     study = Study(
-        options, name, experiments, functools.partial(_stages, options, sets), references=functools.partial(_real, options),
-        write=functools.partial(_write, options), domain=lambda experiment: sets.open(experiment.domain), gpu_jobs=1,
+        options, experiments, functools.partial(_stages, options, sets), functools.partial(_real, options.samples),
+        functools.partial(_write, options), name=options.stem, domain=lambda one: sets.open(one.domain), gpu_jobs=1,
     )  # fmt: skip
-    lm_run = EvalLMRun(lm_experiment, options.runs, str(study.device))
-    _merge(study)
+    lm_run = EvalLMRun(lm, options.run_folder, str(study.device))
+    merge(options.merge, study.results)
     with study.interruptible():
         if only in (None, "eval-lm") and not lm_run.finished:
             sets.check_eval_lm()
@@ -107,165 +112,64 @@ def run(options: Options) -> int:
         if only in (None, "eval-lm"):
             _train_eval_lm(study, lm_run, sets)
         if only in (None, "score"):
-            study.run_stages("scores", _scores(study, lm_run, sets, needed=only == "score"))
+            study.run_stages("scores", _scores(options, study, lm_run, sets))
         if only in (None, "draw"):
-            study.run_stages("MAUVE", _mauve(study))
+            study.run_stages("MAUVE", _mauve(options, study))
     if only in (None, "draw"):
         study.finish()
     return study.close()
 
 
-def _merge(study: Study) -> None:
+def merge(paths: Sequence[Path], into: Path) -> None:
     """Take in results files of other machines; of two rows of one identity the younger stays."""
-    paths = study.options.merge
     if missing := [path for path in paths if not path.is_file()]:
         raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
-    if paths:
-        results = study.known()
-        for path in paths:
-            results.merge(Results.load(path))
-        results.save(study.results)
-
-
-class Sets:
-    """The prepared sets of a study by their configs, and where they are on this machine."""
-
-    def __init__(self, options: Options, config: Any, lm_config: Any):
-        self.options, self.config, self.lm_config = options, config, lm_config
-        self._built: dict[TextConfig, Text] = {}
-
-    def folder(self, config: TextConfig) -> Path:
-        """The folder of a set."""
-        given = {self.config.path: self.options.set, self.lm_config.path: self.options.eval_lm_set}
-        return given.get(config.path) or Path(config.path)
-
-    def open(self, config: Any) -> Text:
-        """A set, which has the name of its path wherever it is."""
-        if config not in self._built:
-            text = dataclasses.replace(config, path=str(self.folder(config))).build(0)
-            text.name = Path(config.path).name
-            self._built[config] = text
-        return self._built[config]
-
-    @functools.cached_property
-    def elsewhere(self) -> Text | None:
-        """The text of --zero-shot, which must have the tokens of the models."""
-        if self.options.zero_shot is None:
-            return None
-        path = self.options.zero_shot
-        text, own = TextConfig(path=str(path)).build(0), self.open(self.config)
-        if describe_text(text)["tokenizer"] != describe_text(own)["tokenizer"] or text.space != own.space:
-            raise DataError(
-                f"zero-shot: {path} has another tokenizer or length than {own.name}; prepare it with the same"
-            )
-        return text
-
-    def holding(self, manifest: Mapping[str, Any]) -> Text:
-        """A set with the tokens and held-out rows of a pool: that of the models, or of the evaluation LM."""
-        for config in (self.config, self.lm_config):
-            try:
-                splits = read_manifest(self.folder(config))["splits"]
-            except DataError:
-                continue
-            for split in ("test", "valid"):
-                if splits.get(split, {}).get("sha256") == manifest["split_sha256"]:
-                    text = self.open(dataclasses.replace(config, held_out=split))
-                    text.name = manifest["data"]
-                    same = describe_text(text)
-                    if all(same[name] == manifest[name] for name in ("tokenizer", "length")):
-                        return text
-        raise DataError(
-            f"score: samples of {manifest['recipe']} are compared with the {manifest['split']} rows of "
-            f"{manifest['data']}, which no set here holds; give --set FOLDER, or an --eval-lm-set that was prepared "
-            "with them as --test"
-        )
-
-    def check(self) -> None:
-        """Refuse a missing set with the option for it."""
-        try:
-            read_manifest(self.folder(self.config))
-        except DataError as error:
-            problem = str(error).partition(";")[0]
-            raise DataError(f"set: {problem}; give --set FOLDER, which emoe data prepare wrote") from None
-
-    def check_eval_lm(self) -> None:
-        """Refuse, before anything is trained, text of the evaluation LM that is missing or not other text."""
-        folder = self.folder(self.lm_config)
-        try:
-            own = read_manifest(folder)
-        except DataError as error:
-            raise DataError(
-                f"eval-lm-set: {str(error).partition(';')[0]}; give --eval-lm-set FOLDER, text that no model saw, "
-                "prepared with the same tokenizer, or one part alone: --only train"
-            ) from None
-        if "valid" not in own["splits"]:
-            raise DataError(
-                f"eval-lm-set: {folder} has no validation rows, which decide when to stop; prepare it with --split"
-            )
-        try:
-            other = read_manifest(self.folder(self.config))
-        except DataError:
-            return  # the evaluation LM may be trained on a machine without the models' text
-        first, second = ((one["tokenizer"]["sha256"], one["length"]) for one in (own, other))
-        if first != second:
-            raise DataError(
-                f"eval-lm-set: {folder} has another tokenizer or length than --set; prepare it with the same"
-            )
-        known = {item["sha256"] for item in other["inputs"]}
-        both = [item["path"] for item in own["inputs"] if "train" in item["starts"] and item["sha256"] in known]
-        if both:
-            raise DataError(
-                f"eval-lm-set: {folder} trains on {both[0]}, which is in --set too; leave that file out of it"
-            )
+    results = Results.load(into) if into.exists() else Results()
+    for path in paths:
+        results.merge(Results.load(path)).save(into)
 
 
 # --- Stages ----------------------------------------------------------------------------------------------------------
 
 
 def _stages(options: Options, sets: Sets, trained: Trained) -> list[Stage]:
-    """What needs the weights of a model; bounds of text from elsewhere too."""
+    """What needs the weights of a model."""
     text, experiment = sets.open(trained.experiment.domain), trained.experiment
-    length, elsewhere = text.space.length, sets.elsewhere
     trained.pools.manifest |= {**describe_text(text), "batch": experiment.eval.batch}
-    steps = experiment.method.allowed_nfe(options.nfe or experiment.eval.nfe, length)
-    sampler = dataclasses.replace(experiment.eval.sampler, kind=options.sampler)
+    names = stages.likelihood_names(trained.method, LIKELIHOODS)
+    names = [name for name in names if Likelihood.parse(name).steps <= text.space.length]
+    if not trained.method.has_latent:
+        names = [name for name in names if name != "objective"]  # it is the nelbo
+    likelihood = functools.partial(stages.likelihood_stage, trained, count=options.rows)
+    work = [stages.time_stage(trained), stages.size_stage(trained), passes_stage(trained), course_stage(trained)]
+    work += [likelihood(name=name, units=in_tokens, factorised=best_factorised) for name in names]
+    if sets.elsewhere is not None:
+        bounds = [name for name in names if not name.startswith(("objective", "iw"))]
+        work += [likelihood(name=name, units=zero_shot, elsewhere=sets.elsewhere) for name in bounds]
+    steps = experiment.method.allowed_nfe(options.nfe or experiment.eval.nfe, text.space.length)
+    keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
+    if _takes(trained, GREEDY.settings):
+        keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
+    sampler = dataclasses.replace(experiment.eval.sampler, kind=options.sampler)  # type: ignore[arg-type]
     try:
         trained.method.check_sampler(sampler)
-    except ConfigError:  # it has a sampler of its own
+    except ConfigError:  # the method has a sampler of its own
         sampler = PLAIN
     pool = functools.partial(
-        pool_stage, trained, samples=options.samples, keep=options.samples, sampler=sampler, write=text.decode
+        stages.pool_stage, trained, samples=options.samples, keep=options.samples, write=text.decode
     )
-    stages = [time_stage(trained), size_stage(trained), passes_stage(trained), course_stage(trained)]
-    stages += [
-        likelihood_stage(trained, name, options.rows, in_tokens, factorised=best_factorised)
-        for name in _names(trained, length)
-    ]
-    if elsewhere is not None:
-        bounds = [name for name in _names(trained, length) if not name.startswith(("objective", "iw"))]
-        stages += [likelihood_stage(trained, name, options.rows, _zero_shot, elsewhere=elsewhere) for name in bounds]
-    stages += [pool(key=PoolKey(nfe)) for nfe in steps]
-    if _takes(experiment, GREEDY.settings):
-        few = [nfe for nfe in steps if nfe <= VARIANT_NFE]
-        stages += [pool(key=PoolKey(nfe, GREEDY.name), settings=GREEDY.settings) for nfe in few]
-    return stages
+    return work + [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
 
 
-def _names(trained: Trained, length: int) -> list[str]:
-    """Likelihoods of at most as many steps as tokens; without a latent the objective is the nelbo."""
-    names = likelihood_names(trained.method, LIKELIHOODS)
-    names = [name for name in names if trained.method.has_latent or name != "objective"]
-    return [name for name in names if Likelihood.parse(name).steps <= length]
-
-
-def _zero_shot(nll: Measurement, length: int) -> list[Measurement]:
+def zero_shot(nll: Measurement, length: int) -> list[Measurement]:
+    """Measurements of text from elsewhere."""
     return [dataclasses.replace(item, metric=f"zero_shot_{item.metric}") for item in in_tokens(nll, length)]
 
 
-def _takes(experiment: Experiment, settings: Mapping[str, str]) -> bool:
+def _takes(trained: Trained, settings: Mapping[str, str]) -> bool:
     """Whether an experiment has these fields."""
     try:
-        customise(experiment, settings)
+        customise(trained.experiment, settings)
     except ConfigError:
         return False
     return True
@@ -281,75 +185,62 @@ def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], siz
     return min(factorised_nll(train, rows, size), together)
 
 
-def _real(options: Options, runs: Sequence[Trained]) -> list[Stage]:
-    """What held-out rows get."""
+def _real(samples: int, runs: Sequence[Trained]) -> list[Stage]:
+    """Measures of held-out rows."""
 
-    def stage(text: Text) -> Stage:
-        count = min(options.samples, len(text.test_rows))
+    def stage(text: Any) -> Stage:
+        count = min(samples, len(text.test_rows))
+        same = {"task": "text", "data": text.name, "method": "data", "metric": "entropy"}
 
         def run() -> list[Row]:
             items = text.measure(text.fresh(count, derive_seed("held-out text")))
             return [reference_row(text.name, item) for item in items]
 
-        def done(results: Results) -> bool:
-            rows = results.select(task="text", data=text.name, method="data", metric="entropy")
-            return any((row.n or 0) >= count for row in rows)
+        return Stage(f"held-out rows of {text.name}", lambda results: stages.recorded(results, n=count, **same), run)
 
-        return Stage(f"held-out rows of {text.name}", done, run)
-
-    texts = {run.domain.name: run.domain for run in runs}
-    return [stage(text) for text in texts.values() if isinstance(text, Text)]
+    return [stage(text) for text in {run.domain.name: run.domain for run in runs}.values()]
 
 
 def _train_eval_lm(study: Study, lm_run: EvalLMRun, sets: Sets) -> None:
     """Train the evaluation LM, or go on with it."""
     if not lm_run.finished and not study.is_late:
         lm_run.train(sets.open(sets.lm_config), study.stop, study.deadline, quiet=study.options.quiet)
-    if lm_run.finished and lm_run.best is not None:
-        study.note(f"evaluation LM: best at step {lm_run.best.step}, loss {lm_run.best.nll:.4f} nats per token")
+    if lm_run.finished and (best := lm_run.best()):
+        study.note(f"evaluation LM: best at step {best[0]}, {best[1]:.4f} nats per token of its validation rows")
     else:
         study.untrained += 1
 
 
-def _scores(study: Study, lm_run: EvalLMRun, sets: Sets, *, needed: bool) -> list[Stage]:
-    """Scores of every pool in the folder of pools; an error without them or without the LM if they are needed."""
-    pools = _pools(study.options)
+def _scores(options: Options, study: Study, lm_run: EvalLMRun, sets: Sets) -> list[Stage]:
+    """Scores of every pool; without pools or the evaluation LM an error if they alone are asked for."""
+    pools, runs, needed = _pools(options), options.run_folder, options.only == "score"
     if not pools and needed:
-        folder = study.options.runs / "pools"
-        raise DataError(f"{folder}: holds no pools; draw them with --only train, or copy them there")
+        raise DataError(f"{runs / 'pools'}: holds no pools; draw them with --only train, or copy them there")
     if not lm_run.is_ready:
         if needed:
-            problem = f"{lm_run.best_path.name} is not trained in {study.options.runs}; use --only eval-lm first"
-            raise ConfigError([f"eval-lm: {problem}"])
+            raise ConfigError([f"eval-lm: {lm_run.best_path.name} is not trained in {runs}; use --only eval-lm first"])
         study.unmeasured += sum(len(pool.arrays) for pool in pools)
         return []
-    try:
-        lm_text = sets.open(sets.lm_config)
-    except DataError:  # it is not on this machine
-        lm_text = None
     groups: dict[str, tuple[Text, list[Archive]]] = {}
     for pool in pools:
         text = sets.holding(pool.manifest)
         groups.setdefault(text.name, (text, []))[1].append(pool)
-    folder, page = study.options.runs / "features", study.results.with_name(f"{study.results.stem}-judge.json")
-    return [
-        stage
-        for text, own in groups.values()
-        for stage in Scoring(lm_run, lm_text, text, study.options.rows, folder, page).stages(own)
-    ]
+    page = options.results / f"{options.stem}-judge.json"
+    scoring = functools.partial(Scoring, lm_run, sets.lm_text, rows=options.rows, folder=runs / "features", page=page)
+    return [stage for text, own in groups.values() for stage in scoring(text=text).stages(own)]
 
 
 def _pools(options: Options) -> list[Archive]:
     """Pools that are here; of those that would have the same rows, the recipe having changed since, the youngest."""
-    paths = sorted((options.runs / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
+    paths = sorted((options.run_folder / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
     names = ("data", "recipe", "seed")
     youngest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
     return sorted(youngest.values(), key=lambda archive: archive.path)
 
 
-def _mauve(study: Study) -> list[Stage]:
+def _mauve(options: Options, study: Study) -> list[Stage]:
     """MAUVE, where its package is installed."""
-    stages = mauve_stages(study.options.runs / "features")
+    stages = mauve_stages(options.run_folder / "features")
     try:
         import_extra("mauve")
     except ConfigError as error:
@@ -364,40 +255,38 @@ def _mauve(study: Study) -> list[Stage]:
 
 def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
     """Tables, figures and samples side by side; the main tables on the terminal."""
-    stem, results = "text-tiny" if options.size == "text-tiny" else "text", results.only(task="text")
-    page, pools = options.results / f"{stem}.md", _pools(options)
+    folder, stem, results = options.results, options.stem, results.only(task="text")
+    page, pools = folder / f"{stem}.md", _pools(options)
     written = write_page(page, text_page(results))
-    if pools:
-        written += write_page(options.results / f"{stem}-samples.md", samples_page(pools, results, page.name))
-    for name, make in (("gen-ppl", _curves), ("latent", _latent)):
-        path = options.results / "figures" / f"{stem}-{name}.png"
-        panels = make(results) if stale(path, [options.results / f"{stem}.json"]) else []
-        if panels:
-            save(draw(panels, width=4.0, height=3.0), path)
-            written.append(path)
+    written += write_page(folder / f"{stem}-samples.md", samples_page(pools, results, page.name)) if pools else []
+    makers: dict[str, Callable[[Results], list[list[Panel]]]] = {"gen-ppl": _curves, "latent": _latent}
+    for name, make in makers.items():
+        if panels := make(results):
+            path, sources = folder / "figures" / f"{stem}-{name}.png", [folder / f"{stem}.json"]
+            written += write_figure(path, sources, functools.partial(_draw, panels))
     for table in [*text_tables("gen-ppl", results)[:1], *text_tables("likelihood", results)]:
         print_table(table)
         print(table.note)
     return written
 
 
+def _draw(panels: list[list[Panel]], path: Path) -> None:
+    save(draw(panels, height=3.0), path)
+
+
 def _curves(results: Results) -> list[list[Panel]]:
     """Generative perplexity, entropy of the samples and MAUVE over NFE, a line of panels for each text."""
-    lines = []
-    for data in data_of(results):
-        part = results.only(data=data)
-        if part.select(metric="gen_ppl"):
-            panels = {"gen_ppl": next(iter(SETTINGS)), "entropy": None, "mauve": None}
-            lines.append([_panel(part, data, metric, setting) for metric, setting in panels.items()])
-    return lines
+    panels = {"gen_ppl": SETTINGS[0], "entropy": None, "mauve": None}
+    parts = {data: part for data in data_of(results) if (part := results.only(data=data)).select(metric="gen_ppl")}
+    return [[_panel(part, data, *panel) for panel in panels.items()] for data, part in parts.items()]
 
 
 def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
     curves = {}
     for line in models(part):
         for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", GREEDY.line)):
-            rows = line.where(metric=metric, convention=" ".join(filter(None, [setting, variant])) or None).rows
-            if rows:
+            name = " ".join(filter(None, [setting, variant])) or None
+            if rows := line.where(metric=metric, convention=name).rows:
                 curves[line.labels[0] + label] = mean_curve(rows, lambda row: row.nfe, style=style)
     real = [row.value for row in part.select(method="data", metric=metric, convention=setting)]
     levels = {"held-out text": real[0]} if real else {}
@@ -405,27 +294,24 @@ def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
 
 
 def _latent(results: Results) -> list[list[Panel]]:
-    """Over training: usage entropy and route KL of every block, and both terms of the loss, for models with a latent."""
-    lines = []
-    for data in data_of(results):
-        for line in models(results.only(data=data)):
-            if any(row.value for row in line.where(metric="train_kl").rows):
-                lines.append(
-                    [
-                        _course(line, f"{line.labels[0]}: entropy of usage (nats)", "usage_entropy/"),
-                        _course(line, f"{line.labels[0]}: route KL (nats per position)", "route_kl/"),
-                        _course(line, f"{line.labels[0]} on {data}: nats per token", "train_recon", "train_kl"),
-                    ]
-                )
-    return lines
+    """Over training, for models with a latent: usage entropy and route KL by block, and the terms of the loss."""
+    lines = [(data, line) for data in data_of(results) for line in models(results.only(data=data))]
+    return [
+        [
+            _course(line, f"{line.labels[0]}: entropy of usage (nats)", "usage_entropy/"),
+            _course(line, f"{line.labels[0]}: route KL (nats per position)", "route_kl/"),
+            _course(line, f"{line.labels[0]} on {data}: nats per token", "train_recon", "train_kl"),
+        ]
+        for data, line in lines
+        if any(row.value for row in line.where(metric="train_kl").rows)
+    ]
 
 
 def _course(line: Line, title: str, *metrics: str) -> Panel:
     """Numbers of the log against the step, which is the convention of their rows."""
-    rows = [row for row in line.rows if row.metric.startswith(metrics)]
-    groups = {metric: [row for row in rows if row.metric == metric] for metric in sorted({row.metric for row in rows})}
-    curves = {
-        metric.rpartition("/")[2]: mean_curve(group, lambda row: float(str(row.convention).removeprefix("step ")))
-        for metric, group in groups.items()
-    }
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(line.rows, key=lambda row: row.metric):
+        if row.metric.startswith(metrics):
+            groups.setdefault(row.metric.rpartition("/")[2], []).append(row)
+    curves = {label: mean_curve(rows, lambda row: float(str(row.convention)[5:])) for label, rows in groups.items()}
     return Panel(title, curves, xlabel="training step", log_x=False)

@@ -21,28 +21,27 @@ from emoe.reporting.results import Results, Row
 from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
 from emoe.studies import options
-from emoe.studies.options import flag, folder, recipe_experiments
-from emoe.studies.pipeline import Study, stale, write_page
+from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.pipeline import Study, write_figure, write_page
 from emoe.studies.pools import PoolKey
-from emoe.studies.stages import Stage, Trained, exact_stage, pool_stage, time_stage
+from emoe.studies.stages import Stage, Trained, exact_stage, pool_stage, recorded, time_stage
 from emoe.types import Measurement
 
 DENSITIES = {"8-modes": "toy-8modes", "swiss-roll": "toy-swissroll"}
 SHOWN_NFE = (1, 2, 8, 32)
 TRUTH = 20_000  # rows of ground truth in figures
+Grid = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(options.Options):
     """Options of the toy study."""
 
-    command = "reproduce toy"
-
-    seeds: tuple[int, ...] = flag((0, 1, 2), "seeds", low=0, high=options.LARGEST_SEED)
+    study: str = "toy"
+    seeds: tuple[int, ...] = seeds_flag(0, 1, 2)
     methods: tuple[str, ...] = flag(("mdlm", "vadd", "emoe"), "methods, ends of recipes toy-8modes-*")
     densities: tuple[str, ...] = flag(tuple(DENSITIES), "densities", allowed=tuple(DENSITIES))
     exact: bool = flag(False, "also record measures of the exact laws (convention exact)")
-    runs: Path = folder("runs/toy")
 
 
 def run(options: Options) -> int:
@@ -57,8 +56,7 @@ def run(options: Options) -> int:
     def stages(trained: Trained) -> list[Stage]:
         return [*sample_stages(trained), *([exact_stage(trained)] if options.exact else [])]
 
-    write = functools.partial(_write, options)
-    return Study(options, "toy", experiments, stages, references=reference_stages, write=write).run()
+    return Study(options, experiments, stages, reference_stages, functools.partial(_write, options)).run()
 
 
 def sample_stages(trained: Trained) -> list[Stage]:
@@ -97,16 +95,18 @@ def _references(trained: Trained) -> Stage:
         return rows
 
     def done(results: Results) -> bool:
-        ideal = results.select(method="ideal", data=toy.name, seed=seed, metric="overlap")
-        return set(steps) <= {row.nfe for row in ideal if (row.n or 0) >= count}
+        same = {"method": "ideal", "metric": "overlap", "data": toy.name, "seed": seed}
+        return all(recorded(results, n=count, nfe=nfe, **same) for nfe in steps)
 
     return Stage(f"references of {toy.name}, seed {seed}", done, run)
 
 
 def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    written = write_page(options.results / "toy.md", toy_page(results))
+    """The page of tables, figures of the first seed, and tables on the terminal."""
     first = [trained for trained in runs if trained.experiment.seed == options.seeds[0]]
-    written += _figures(first, results, options.results / "figures")
+    written = write_page(options.results / "toy.md", toy_page(results))
+    for path, grid in _grids(first, results, options.results / "figures").items():
+        written += write_figure(path, [run.pools.path for run in first], functools.partial(grid_picture, grid))
     print_metrics(sampled(results), "toy", METRICS)
     gaps = [
         (abs(model.value - ideal.value), model)
@@ -120,19 +120,15 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
     return written
 
 
-def _figures(runs: Sequence[Trained], results: Results, folder: Path) -> list[Path]:
-    """The summary at NFE 1 and a grid over NFE for each density, where they are out of date."""
-    summary: dict[str, dict[str, Tensor]] = {}
-    pages: dict[Path, dict[str, dict[str, Tensor]]] = {folder / "toy-summary.png": summary}
+def _grids(runs: Sequence[Trained], results: Results, folder: Path) -> dict[Path, Grid]:
+    """Samples over NFE for each density, and a summary at NFE 1."""
+    grids, summary = dict[Path, Grid](), Grid()
     for trained in runs:
         data, label = trained.domain.name, results.label(trained.experiment.method_name)
         keys = [key for key in map(PoolKey, SHOWN_NFE) if trained.pools.rows(key)]
         pools = {f"NFE {key.nfe}": trained.pools.tokens(key) for key in keys}
         if "NFE 1" in pools:
             truth = {"ground truth": trained.domain.fresh(TRUTH, trained.experiment.seed)}
-            pages.setdefault(folder / f"toy-{data}.png", {})[label] = truth | pools
+            grids.setdefault(folder / f"toy-{data}.png", {})[label] = truth | pools
             summary.setdefault(data, truth)[label] = pools["NFE 1"]
-    written = [path for path, grid in pages.items() if grid and stale(path, [run.pools.path for run in runs])]
-    for path in written:
-        grid_picture(pages[path], path)
-    return written
+    return grids | ({folder / "toy-summary.png": summary} if summary else {})
