@@ -51,7 +51,8 @@ def _held_out(part: Results, title: str) -> Table:
     }
     columns: list[Column] = [(part.label(method), Number(where={"method": method})) for method in methods]
     sentences = []
-    for plain, plus in ((name, f"{name}-plus") for name in methods if f"{name}-plus" in methods):
+    pairs = [(plain, other) for plain in methods for other in methods if other.startswith(f"{plain}-")]
+    for plain, plus in pairs:
         first, second = part.label(plain), part.label(plus)
         columns.append((f"{second} − {first}", functools.partial(_difference, plain, plus)))
         counts: dict[str, list[bool]] = {}

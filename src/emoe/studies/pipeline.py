@@ -253,7 +253,7 @@ class Study:
             tick(size, label)
 
         with self._tolerating(label), contextlib.ExitStack() as stack:
-            methods = None if run is None else described(run.method, run.experiment)
+            methods = None if run is None else described(run.run.method, run.experiment)
             if run is not None:
                 stack.callback(run.run.method.backbone.register_forward_hook(count).remove)
             rows = stage.run()

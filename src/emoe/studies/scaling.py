@@ -17,9 +17,9 @@ from emoe.experiment import Experiment, customise
 from emoe.figures.base import save
 from emoe.figures.curves import Panel, draw
 from emoe.recipes import get_recipe
+from emoe.reporting import ties
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row
-from emoe.reporting.ties import by_variant, default_depth, health_tables, ordered_variants, scaling_tables, setting_of
 from emoe.studies import options
 from emoe.studies.course import routing_stage
 from emoe.studies.figures import mean_curve
@@ -30,14 +30,6 @@ from emoe.studies.stages import Stage, Trained, likelihood_stage, pool_stage, re
 from emoe.types import Measurement
 
 FAMILIES = get_args(TieFamily)
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # name -> recipe and changed fields
-    "mdlm": ("ties-mdlm", {}),
-    "paper": ("ties-emoe", {}),
-    "plus": ("ties-emoe-wake-sleep", {}),
-    "vadd": ("ties-vadd", {}),
-    "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
-    "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
-}
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
 HELD_OUT_ROWS = 2_000  # of bound@1
 
@@ -49,7 +41,7 @@ class Options(options.Options):
     reserved = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
 
     study: str = "scaling"
-    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(VARIANTS))
+    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(ties.VARIANTS))
     families: tuple[str, ...] = flag(FAMILIES, "families of ties", allowed=FAMILIES)
     lengths: tuple[int, ...] = flag((2, 4, 8, 16, 32, 64), "lengths L of a row", low=2, high=10_000)
     depth: int | None = flag(None, "blocks of the network; default: 2 to 6, growing with L", low=2, high=100)
@@ -71,9 +63,9 @@ def labelled_experiments(options: Options) -> dict[Experiment, str]:
     found, refused = list[tuple[tuple[bool, int], Experiment, str]](), list[str]()
     tasks = itertools.product(options.lengths, options.seeds, options.families, options.variants)
     for length, seed, family, variant in tasks:
-        depth = options.depth or default_depth(length)
+        depth = options.depth or ties.default_depth(length)
         task = {"domain.family": family, "domain.length": length, "backbone.depth": depth, "seed": seed}
-        recipe, own = VARIANTS[variant]
+        recipe, own = ties.VARIANTS[variant]
         try:
             one = customise(get_recipe(recipe), {**settings, **own, **{name: str(text) for name, text in task.items()}})
         except ConfigError as error:
@@ -118,14 +110,14 @@ def _ideal(runs: Sequence[Trained]) -> list[Stage]:
 def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
     """Tables of these runs on the terminal; the figure of everything that is recorded."""
     part = results.only(recipe={"reference", *(trained.experiment.name for trained in runs)})
-    for table in [*scaling_tables(part), *health_tables(part)]:
+    for table in [*ties.scaling_tables(part), *ties.health_tables(part)]:
         print_table(table)
         print(table.note)
-    ties = results.only(task="ties", metric="ties", nfe=1)
-    families = sorted({setting_of(row.data).family for row in ties.models.rows})
+    kept = results.only(task="ties", metric="ties", nfe=1)
+    families = sorted({ties.setting_of(row.data).family for row in kept.models.rows})
 
     def figure(path: Path) -> None:
-        save(draw([[_panel(ties, family) for family in families]], width=2.9), path)
+        save(draw([[_panel(kept, family) for family in families]], width=2.9), path)
 
     path = options.results / "figures" / "scaling.png"
     return write_figure(path, [options.results / "scaling.json"], figure) if families else []
@@ -133,12 +125,12 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
 
 def _panel(results: Results, family: str) -> Panel:
     """Ties kept at NFE 1 against L: a line for each variant, and chance."""
-    groups = {key: rows for key, rows in by_variant(results).items() if key[0].family == family}
+    groups = {key: rows for key, rows in ties.by_variant(results).items() if key[0].family == family}
     rows = {
         label: [row for (_, name), group in groups.items() if name == label for row in group]
-        for label in ordered_variants(label for _, label in groups)
+        for label in ties.ordered_variants(label for _, label in groups)
     }
-    curves = {label: mean_curve(group, lambda row: setting_of(row.data).length) for label, group in rows.items()}
-    chance = [row for row in results.select(method="ideal") if setting_of(row.data).family == family]
-    curves["chance"] = mean_curve(chance, lambda row: setting_of(row.data).length, colour="0.4", style=":")
+    curves = {label: mean_curve(group, lambda row: ties.setting_of(row.data).length) for label, group in rows.items()}
+    chance = [row for row in results.select(method="ideal") if ties.setting_of(row.data).family == family]
+    curves["chance"] = mean_curve(chance, lambda row: ties.setting_of(row.data).length, colour="0.4", style=":")
     return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")

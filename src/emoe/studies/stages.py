@@ -227,7 +227,7 @@ def likelihood_stage(
         rows = held_out_rows(source, count, seed)
         nll = estimate_nll(trained.run.method, rows, likelihood, seed=seed, batch=batch)
         items = list(units(nll, source.space.length))
-        if name == "bound@1" and trained.method.has_latent and elsewhere is None:
+        if name == "bound@1" and trained.run.method.has_latent and elsewhere is None:
             best = factorised(source.rows, rows, source.space.size)
             items.append(coordination_gain(nll, best, source.space.length))
         return [row(item, source, trained.experiment, nfe=None, convention=name) for item in items]
