@@ -20,7 +20,7 @@ from emoe.runs.pretrained import from_pretrained, released
 from emoe.runs.sampling import draw
 from emoe.studies import options
 from emoe.studies.images import sample_grid
-from emoe.studies.options import flag
+from emoe.studies.options import flag, hidden
 from emoe.studies.pipeline import Study
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Trained
@@ -38,10 +38,10 @@ DIGITS = "Binarised MNIST by released models: MDLM draws every pixel of a call a
 class Options(options.Options):
     """Options of the demo."""
 
-    study: str = "demo"
+    study: str = hidden("demo")
     out: Path = flag(Path("runs/demo"), "folder of runs, report and figures; delete it to train again", recorded=False)
-    runs: Path | None = flag(None, "", hidden=True)
-    results: Path = flag(Path(), "", hidden=True)
+    runs: Path | None = hidden(None)
+    results: Path = hidden(Path())
 
 
 def run(options: Options) -> int:

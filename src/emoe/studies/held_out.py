@@ -11,7 +11,7 @@ from emoe.reporting.latent import held_out_tables
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results
 from emoe.studies import options
-from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import Study
 from emoe.studies.stages import Stage, Trained, exact_stage, time_stage
 
@@ -24,7 +24,7 @@ class Options(options.Options):
 
     reserved = {"domain.density": "densities"}
 
-    study: str = "held-out"
+    study: str = hidden("held-out")
     methods: tuple[str, ...] = flag(("emoe", "emoe-vimco"), "methods, ends of recipes toy-8modes-*")
     densities: tuple[str, ...] = flag(HELD_OUT, "densities", allowed=HELD_OUT)
     seeds: tuple[int, ...] = seeds_flag(0, 1, 2)

@@ -32,7 +32,7 @@ from emoe.reporting.table import models
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, stages
 from emoe.studies.figures import mean_curve
-from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import Study, write_figure, write_page
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.stages import Stage, Trained
@@ -55,6 +55,7 @@ class Options(options.Options):
 
     reserved = {"eval.nfe": "nfe", "eval.samples": "samples", "domain.root": "data-root"}
 
+    study: str = hidden("mnist")
     methods: tuple[str, ...] | None = flag(None, "methods, ends of recipes; default: mdlm, vadd, emoe and one of ours")
     nfe: tuple[int, ...] | None = flag(None, "numbers of network calls; default: the recipe's", low=1, high=10_000)
     samples: int | None = flag(None, "samples for each NFE; default: the recipe's", low=2, high=10_000_000)

@@ -23,7 +23,7 @@ from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, methods_of
 from emoe.studies import options
 from emoe.studies.demo import EXPERIMENTS
-from emoe.studies.options import flag
+from emoe.studies.options import flag, hidden
 from emoe.studies.pipeline import Study, write_figure
 from emoe.studies.stages import Stage, Trained, likelihood_stage, recorded
 from emoe.types import Measurement
@@ -36,7 +36,7 @@ BOUNDS = {"bound@T": "bound@{}", f"iw@T,{DRAWS}": f"iw@{{}},{DRAWS}"}  # labels 
 class Options(options.Options):
     """Options of the study of likelihoods."""
 
-    study: str = "likelihood"
+    study: str = hidden("likelihood")
     runs: Path | None = flag(Path("runs/demo"), "folder of the run folders; that of the demo", recorded=False)
 
 

@@ -26,6 +26,11 @@ def flag(default: Any, help: str, **limits: Any) -> Any:  # noqa: A002 - the wor
     return field(default=default, metadata={"help": help, **limits})
 
 
+def hidden(default: Any) -> Any:
+    """A field that is no option of a command."""
+    return flag(default, "", hidden=True, recorded=False)
+
+
 def seeds_flag(*seeds: int) -> Any:
     """A field for seeds."""
     return flag(seeds, "seeds", low=0, high=LARGEST_SEED)
@@ -37,7 +42,7 @@ class Options:
 
     reserved: ClassVar[Mapping[str, str]] = {}  # fields of recipes that the study sets -> the option for them
 
-    study: str = flag("", "name of the study", hidden=True, recorded=False)
+    study: str = hidden("")
     runs: Path | None = flag(None, "folder of the run folders; default: runs/STUDY", recorded=False)
     results: Path = flag(Path("results"), "folder of results, tables and figures", recorded=False)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N", recorded=False)

@@ -23,7 +23,7 @@ from emoe.reporting.results import Results, Row
 from emoe.studies import options
 from emoe.studies.course import routing_stage
 from emoe.studies.figures import mean_curve
-from emoe.studies.options import flag, seeds_flag
+from emoe.studies.options import flag, hidden, seeds_flag
 from emoe.studies.pipeline import Study, write_figure
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained, likelihood_stage, pool_stage, recorded, time_stage
@@ -40,7 +40,7 @@ class Options(options.Options):
 
     reserved = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
 
-    study: str = "scaling"
+    study: str = hidden("scaling")
     variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(ties.VARIANTS))
     families: tuple[str, ...] = flag(FAMILIES, "families of ties", allowed=FAMILIES)
     lengths: tuple[int, ...] = flag((2, 4, 8, 16, 32, 64), "lengths L of a row", low=2, high=10_000)

@@ -166,29 +166,27 @@ def pool_stage(
     changed for these samples, of which `key` has the name; the sampler is the experiment's by default.
     """
     experiment, archive, keep = trained.experiment, trained.pools, min(keep, samples)
-    sampler = sampler or experiment.eval.sampler
+    sampler, pools = sampler or experiment.eval.sampler, archive.manifest.setdefault("pools", {})
 
     def run() -> list[Row]:
         if archive.rows(key) >= samples:
-            drawn, calls = archive.tokens(key)[:samples], archive.manifest["pools"][str(key)]["calls"]
+            drawn, calls = archive.tokens(key)[:samples], pools[str(key)]["calls"]
         else:
             opened = trained.open(settings) if settings else trained.run
             batch, seed = experiment.eval.batch, experiment.seed
             pool = draw(opened.method, samples, key.nfe, seed=seed, batch=batch, sampler=sampler)
             drawn, calls = pool.samples, pool.calls
-            if keep:
-                entry: dict[str, Any] = {"calls": calls, "step": opened.step, "sampler": sampler.kind}
-                entry |= {} if write is None else {"shown": write(drawn[:SHOWN])}
-                archive.manifest.setdefault("pools", {})[str(key)] = entry
-                archive.arrays[str(key)] = drawn[:keep].numpy().astype("<u2")
-                archive.save()
+            entry = {"samples": samples, "calls": calls, "step": opened.step, "sampler": sampler.kind}
+            pools[str(key)] = entry | ({} if write is None else {"shown": write(drawn[:SHOWN])})
+            archive.arrays |= {str(key): drawn[:keep].numpy().astype("<u2")} if keep else {}
+            archive.save()
         items = list(trained.domain.measure(drawn, experiment.seed))
         items += [Measurement("network_calls", calls, None, len(drawn))] * (sampler.kind != "plain")
         return [trained.row(item, nfe=key.nfe, convention=key.variant) for item in items]
 
     def done(results: Results) -> bool:
-        measured = trained.recorded(results, n=samples, nfe=key.nfe, convention=key.variant)
-        return measured and archive.rows(key) >= keep
+        kept = pools.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
+        return kept and trained.recorded(results, nfe=key.nfe, convention=key.variant)
 
     return Stage(f"NFE {key.nfe}" + f", {key.variant}" * bool(key.variant), done, run, samples * key.nfe)
 

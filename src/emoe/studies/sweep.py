@@ -23,7 +23,7 @@ from emoe.reporting.render import markdown, print_table
 from emoe.reporting.results import Results, mean_of
 from emoe.reporting.table import Table
 from emoe.studies import options
-from emoe.studies.options import LARGEST_SEED, flag
+from emoe.studies.options import LARGEST_SEED, flag, hidden
 from emoe.studies.pipeline import Study, write_page
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained, exact_stage, likelihood_stage, pool_stage, time_stage
@@ -42,7 +42,7 @@ Trials = dict[str, list[Experiment]]  # label -> an experiment for each task and
 class Options(options.Options):
     """Options of a sweep; `settings` hold for all trials."""
 
-    study: str = "sweep"
+    study: str = hidden("sweep")
     recipe: str = flag("", "name of a recipe; unchanged it is the base", positional=True)
     name: str = flag("", "name of the sweep; its folder is runs/sweep/NAME")
     vary: tuple[str, ...] = flag((), "FIELD=A,B,...: values of a field; several options make a grid", repeat=True)
@@ -52,8 +52,8 @@ class Options(options.Options):
     metric: tuple[str, ...] = flag(("kl",), "what is measured; the first metric at the first NFE ranks the trials")
     nfe: tuple[int, ...] = flag((1,), "numbers of network calls", low=1, high=9_999)
     out: Path | None = flag(None, "folder; default: runs/sweep/NAME", recorded=False)
-    runs: Path | None = flag(None, "", hidden=True)
-    results: Path = flag(Path(), "", hidden=True)
+    runs: Path | None = hidden(None)
+    results: Path = hidden(Path())
 
 
 def run(options: Options) -> int:
@@ -63,11 +63,11 @@ def run(options: Options) -> int:
     trials, out = make_trials(options), options.out or Path("runs/sweep") / options.name
     check_metrics(options.metric, trials["base"])
     own = dataclasses.replace(options, runs=out / "runs", results=out)
-    places = [
-        f"{task}, seed {seed}" for task, seed in itertools.product(map(as_text, tasks_of(options)), own.seeds or "-")
-    ]
+    tasks = [as_text(task) for task in tasks_of(options) for _ in options.seeds or "-"]
     labels = {
-        one: f"{name}, {place}" for name, trial in trials.items() for place, one in zip(places, trial, strict=True)
+        one: ", ".join(filter(None, [name, task, f"seed {one.seed}"]))
+        for name, trial in trials.items()
+        for task, one in zip(tasks, trial, strict=True)
     }
     stages, write = functools.partial(_stages, own), functools.partial(_write, own, trials)
     study = Study(own, labels, stages, lambda runs: [], write, name="results", measures_late=True)

@@ -39,7 +39,7 @@ from emoe.studies import options, stages
 from emoe.studies.course import course_stage, passes_stage
 from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
 from emoe.studies.figures import mean_curve
-from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import Study, write_figure, write_page
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import samples_page
@@ -62,7 +62,7 @@ class Options(options.Options):
         "eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set",
     }  # fmt: skip
 
-    study: str = "text"
+    study: str = hidden("text")
     size: str = flag(SIZES[0], "recipes", allowed=SIZES)
     methods: tuple[str, ...] = flag(METHODS, "methods, ends of recipes")
     only: str | None = flag(None, "one part alone", allowed=("train", "eval-lm", "score", "draw"), recorded=False)

@@ -21,7 +21,7 @@ from emoe.reporting.results import Results, Row
 from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
 from emoe.studies import options
-from emoe.studies.options import flag, recipe_experiments, seeds_flag
+from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import Study, write_figure, write_page
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained, exact_stage, pool_stage, recorded, time_stage
@@ -37,7 +37,7 @@ Grid = dict[str, dict[str, Tensor]]
 class Options(options.Options):
     """Options of the toy study."""
 
-    study: str = "toy"
+    study: str = hidden("toy")
     seeds: tuple[int, ...] = seeds_flag(0, 1, 2)
     methods: tuple[str, ...] = flag(("mdlm", "vadd", "emoe"), "methods, ends of recipes toy-8modes-*")
     densities: tuple[str, ...] = flag(tuple(DENSITIES), "densities", allowed=tuple(DENSITIES))
