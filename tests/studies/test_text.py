@@ -288,11 +288,12 @@ def test_the_lm_stops_early_keeps_its_best_step_and_resumes(sets: Path, tmp_path
     monkeypatch.setattr(eval_lm, "estimate_nll", nll)
     monkeypatch.setattr(eval_lm.KeepBest, "_keep", keep_some)
     run = lm_run(tmp_path, 32)
-    for broken, steps in ((4, [0]), (-8, [4, 8]), (16, [4, 8, 12])):
+    broken = 4  # read by the functions above
+    for following, steps in ((-8, []), (16, [4, 8]), (0, [4, 8, 12])):
         with pytest.raises(KeyboardInterrupt):
             run.train(lm_text(sets), stop, None, quiet=True)
-        assert list(run.validations()) == [step for step in steps if step] and not run.finished
-    broken = 0
+        assert list(run.validations()) == steps and not run.finished
+        broken = following
     run.train(lm_text(sets), stop, None, quiet=True)
     assert list(run.validations().items()) == [(step, losses[step]) for step in (4, 8, 12, 16, 20)]
     assert run.finished and steps_done(run.best_path) == 8 and steps_done(run.path) == 20

@@ -128,9 +128,10 @@ def information_tables(results: Results) -> list[Table]:
 
     def label(recipe: str) -> str:
         name, changes = parse(recipe)
-        if name != "ties-emoe-plus":
+        if name not in ("ties-emoe-plus", "ties-emoe-wake-sleep"):
             return "the paper's reading"
-        return f"E-MoE+, {'all positions carry' if 'method.carriers' in changes else 'positions code in turn'}"
+        everywhere = changes.keys() & {"method.carriers", "method.compare.in-turn"}
+        return f"E-MoE+, {'all positions carry' if everywhere else 'positions code in turn'}"
 
     def nats(line: Line) -> list[float]:
         blocks: dict[str, float] = {}
