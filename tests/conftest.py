@@ -23,14 +23,15 @@ import pytest
 import torch
 
 from emoe.backbones.transformer import TransformerConfig
-from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
+from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
+from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.types import TokenSpace
 
 torch.set_num_threads(1)
 
-# Sizes of the weights of tiny models: routes far from uniform, experts that differ, positions that hear each other.
+# Sizes of the weights of tiny models: routes far from uniform, experts that differ, positions that depend on others.
 SCALES = {".router.": 2.5, ".w_out": 6.0, ".b_out": 10.0, ".attention.out.": 4.0, "head.weight": 3.0}
 
 
@@ -57,7 +58,7 @@ def scramble(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def build_tiny(
-    config: MaskedDiffusionConfig | None = None,
+    config: MethodConfig | None = None,
     *,
     size: int = 3,
     mask_id: int = 1,
@@ -73,7 +74,7 @@ def build_tiny(
     Args:
         config: The method; E-MoE with two experts by default.
         size: V, the mask included.
-        mask_id: By default not the last symbol, so that nothing can count on its place.
+        mask_id: By default not the last symbol, so that nothing can assume that it is.
         length: L.
         depth: D.
         seed: Seed of the weights; the default gives strong ties between positions.
@@ -104,8 +105,8 @@ def data_root() -> Callable[[Sequence[str]], Path]:
     from emoe.domains.base import DataError
     from emoe.domains.images import files
 
-    told = os.environ.get("EMOE_DATA")
-    root = Path(told) if told else Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = os.environ.get("EMOE_DATA")
+    root = Path(folder) if folder else Path(__file__).resolve().parents[2] / "shared" / "data"
 
     def find(names: Sequence[str]) -> Path:
         try:
@@ -119,7 +120,7 @@ def data_root() -> Callable[[Sequence[str]], Path]:
 
 @pytest.fixture(scope="session", name="scramble")
 def scramble_fixture() -> Callable[..., torch.nn.Module]:
-    """`scramble`: weights of our own for any module."""
+    """`scramble`: weights for any module that do not depend on its initialisation."""
     return scramble
 
 

@@ -16,7 +16,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from emoe.methods.base import MaskedDiffusion
+from emoe.methods.emoe import EMoE
+from emoe.methods.masked import MaskedDiffusion
 from emoe.types import Gate
 
 ALPHA = 1e-3  # chance that a statistical test fails although nothing is wrong, if its seed were random
@@ -28,7 +29,7 @@ def all_rows(symbols: Iterable[int], length: int) -> Tensor:
 
 
 def single(time: float) -> float:
-    """A time as the sampler hands it to the network, in single precision."""
+    """A time as the network gets it from the sampler, in single precision."""
     return float(np.float32(time))
 
 
@@ -40,7 +41,7 @@ def gauss_legendre(low: float, high: float, nodes: int) -> list[tuple[float, flo
 
 @dataclass(frozen=True)
 class Terms:
-    """All that an objective is made of at one time, for each clean row, mask pattern and route."""
+    """The terms of an objective at one time, for each clean row, mask pattern and route."""
 
     prob: Tensor  # (C, X) q(xt | x0)
     log_q: Tensor  # (C, X, R) log q(z | x0, xt)
@@ -82,23 +83,19 @@ class Enumeration:
         radix = self.size ** torch.arange(self.length - 1, -1, -1)
         return (rows * radix).sum(-1)
 
-    def read(self, rows: Tensor, t: float, marks: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def read(self, rows: Tensor, t: float) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run every row with every route.
 
         Returns:
-            log_route (B, R), the log-probability the routers give each route; log_token (B, R, L, V), what the head
-            says of every position as if it were masked; the routers' log-probabilities (B, R, L, E), block by block.
+            log_route (B, R), the log-probability of each route under the routers; log_token (B, R, L, V), the head's
+            prediction of every position as if it were masked; the routers' log-probabilities (B, R, L, E) by block.
         """
         batch, count = len(rows), len(self.routes)
         x = rows.repeat_interleave(count, 0)
         z = self.routes.repeat(batch, 1, 1)
         gates = [Gate(z[:, d, :, None], torch.ones(*z[:, d].shape, 1, dtype=torch.float64)) for d in range(self.blocks)]
-        out = self.method.backbone(
-            x,
-            torch.full((len(x),), t, dtype=torch.float64),
-            marks=None if marks is None else marks.repeat_interleave(count, 0),
-            route=(lambda d, logits: gates[d]) if self.blocks else None,
-        )
+        times, route = torch.full((len(x),), t, dtype=torch.float64), (lambda d, logits: gates[d])
+        out = self.method.backbone.predict(x, times, route=route if self.blocks else None)
         log_rho = [torch.log_softmax(logits, -1) for logits in out.route_logits]
         log_route = torch.zeros(len(x), dtype=torch.float64)
         for d in range(self.blocks):
@@ -132,7 +129,7 @@ class Enumeration:
         return torch.einsum("tr,trs->ts", log_route.exp(), joint)
 
     def alpha(self, t: float) -> float:
-        """The schedule, at the ends of the grid exactly 1 and as it says."""
+        """The schedule's alpha, exactly 1 at t = 0."""
         return 1.0 if t == 0 else float(self.method.config.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
 
     @torch.no_grad()
@@ -156,22 +153,18 @@ class Enumeration:
         patterns, prob = self.patterns[prob > 0], prob[prob > 0]
         clean, count = len(self.clean), len(patterns)
         xt = torch.where(patterns, self.mask_id, self.clean[:, None])  # (C, X, L)
-        rows, where = xt.flatten(0, 1).unique(dim=0, return_inverse=True)
-        where = where.view(clean, count)
+        rows, index = xt.flatten(0, 1).unique(dim=0, return_inverse=True)
+        index = index.view(clean, count)
         log_p, log_token, prior = self.read(rows, t)
-        if getattr(self.method.config, "mask_aware", False):
-            log_q, _, post = self.read(self.clean.repeat_interleave(count, 0), t, patterns.repeat(clean, 1))
-            log_q, post = log_q.view(clean, count, -1), [q.unflatten(0, (clean, count)) for q in post]
-        else:
-            log_q, _, post = self.read(self.clean, t)
-            log_q, post = log_q[:, None].expand(-1, count, -1), [q[:, None] for q in post]
+        log_q, _, post = self.read(self.clean, t)
+        log_q, post = log_q[:, None].expand(-1, count, -1), [q[:, None] for q in post]
         chosen = self.clean[:, None, None, :, None].expand(clean, count, len(self.routes), self.length, 1)
-        log_x0 = log_token[where].gather(-1, chosen).squeeze(-1)  # (C, X, R, L)
+        log_x0 = log_token[index].gather(-1, chosen).squeeze(-1)  # (C, X, R, L)
         path_kl = torch.zeros_like(log_q)
         for q, p in zip(post, prior, strict=True):
-            path_kl = path_kl + (q.exp() * (q - p[where])).sum((-2, -1))
+            path_kl = path_kl + (q.exp() * (q - p[index])).sum((-2, -1))
         nll = -(log_x0 * patterns[None, :, None]).sum(-1)
-        return Terms(prob.expand(clean, -1), log_q, log_p[where], nll, path_kl)
+        return Terms(prob.expand(clean, -1), log_q, log_p[index], nll, path_kl)
 
     def bound(self, steps: int) -> Tensor:
         """The bound of Prop. 3.1 on -log p(x0) of the T-step chain, for each clean row (Eq. 6, 37)."""
@@ -183,20 +176,82 @@ class Enumeration:
         return total
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The latent of B rows (x0, xt) as E-MoE's training defines it, for each of R drawn routes."""
+
+    log_q: Tensor  # (B, R) log q(z | x0, xt)
+    log_own: Tensor  # (B, R) its part from positions whose turn it is
+    log_p: Tensor  # (B, R) log p(z | xt)
+    log_x: Tensor  # (B, R) log p(x0 | xt, z) of the masked positions
+
+    def elbo(self, weight: float, beta: float) -> Tensor:
+        """E_q[weight * NLL] + beta KL(q || p), for each row."""
+        return (self.log_q.exp() * (beta * (self.log_q - self.log_p) - weight * self.log_x)).sum(-1)
+
+
+def turns_of(method: EMoE) -> list[list[int]]:
+    """Positions that choose their own route, block by block."""
+    length, blocks, compare = method.space.length, method.backbone.routed_blocks, method.config.compare
+    if compare is None or not compare.in_turn:
+        return [list(range(length))] * blocks
+    return [[position for position in range(length) if position % max(1, blocks - 1) == d] for d in range(blocks)]
+
+
+def routes_of(method: EMoE, x0: Tensor, xt: Tensor, t: float) -> Routes:
+    """Run the network with all routes. A summed last block is log sum over z_D of p(z_D | z_<D, xt) p(x0 | xt, z)."""
+    exact, own, compare = Enumeration(method), turns_of(method), method.config.compare
+    summed = compare is not None and compare.sum_last
+    rows, index = torch.cat([x0, xt]).unique(dim=0, return_inverse=True)
+    clean, noisy = index.chunk(2)
+    _, log_token, log_rho = exact.read(rows, t)
+    z = exact.routes.expand(len(x0), *exact.routes.shape)  # (B, R, D, L)
+    log_q, log_own, log_p, last = (torch.zeros(z.shape[:2]).double() for _ in range(4))
+    for d, rho in enumerate(log_rho):
+        q, p = (rho[side].gather(-1, z[:, :, d, :, None]).squeeze(-1) for side in (clean, noisy))  # (B, R, L)
+        if summed and d == exact.blocks - 1:
+            last = p.sum(-1)
+            continue
+        turn = torch.tensor([position in own[d] for position in range(exact.length)])
+        log_q, log_p = log_q + torch.where(turn, q, p).sum(-1), log_p + p.sum(-1)
+        log_own = log_own + (q * turn).sum(-1)
+    chosen = x0[:, None, :, None].expand(-1, z.shape[1], -1, 1)
+    log_x = (log_token[noisy].gather(-1, chosen).squeeze(-1) * (xt == exact.mask_id)[:, None]).sum(-1)
+    if summed:
+        inner = method.config.experts**exact.length  # routes of the last block vary fastest
+        log_x = (last + log_x).unflatten(1, (-1, inner)).logsumexp(-1)
+        log_q, log_own, log_p = (one.unflatten(1, (-1, inner))[..., 0] for one in (log_q, log_own, log_p))
+    return Routes(log_q, log_own, log_p, log_x)
+
+
+def routes_bound(method: EMoE, steps: int) -> Tensor:
+    """bound@T of every clean row, by all mask patterns and drawn routes."""
+    exact = Enumeration(method)
+    total, count = torch.zeros(len(exact.clean)).double(), len(exact.patterns)
+    x0, pattern = exact.clean.repeat_interleave(count, 0), exact.patterns.repeat(len(exact.clean), 1)
+    for i in range(1, steps + 1):
+        alpha_s, alpha_t = exact.alpha((i - 1) / steps), exact.alpha(i / steps)
+        prob = torch.where(pattern, 1 - alpha_t, alpha_t).prod(-1)
+        routes = routes_of(method, x0, torch.where(pattern, exact.mask_id, x0), single(i / steps))
+        value = prob * routes.elbo((alpha_s - alpha_t) / (1 - alpha_t), 1.0)
+        total = total + value.view(-1, count).sum(1)
+    return total
+
+
 def chi_square(counts: Tensor, probs: Tensor) -> float:
     """p-value of the counts under a law; cells with fewer than 5 expected are merged, impossible ones must be empty."""
     counts, probs = counts.double().flatten(), probs.double().flatten()
     assert counts[probs == 0].sum() == 0, "an impossible outcome was drawn"
     order = probs[probs > 0].argsort(descending=True)
-    seen, expected = counts[probs > 0][order], probs[probs > 0][order] / probs.sum() * counts.sum()
+    observed, expected = counts[probs > 0][order], probs[probs > 0][order] / probs.sum() * counts.sum()
     cut = int((expected >= 5).sum())
     while cut > 1 and 0 < expected[cut:].sum() < 5:
         cut -= 1
     if cut < len(expected):
-        seen = torch.cat([seen[:cut], seen[cut:].sum(0, keepdim=True)])
+        observed = torch.cat([observed[:cut], observed[cut:].sum(0, keepdim=True)])
         expected = torch.cat([expected[:cut], expected[cut:].sum(0, keepdim=True)])
     assert len(expected) > 1 and expected.min() >= 5, "too few draws for a chi-square test"
-    return float(stats.chi2.sf(((seen - expected) ** 2 / expected).sum().item(), len(expected) - 1))
+    return float(stats.chi2.sf(((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1))
 
 
 def product_of_marginals(law: Tensor, size: int, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions that are compiled for a GPU: the compiler takes each as a whole, and nothing is compiled elsewhere."""
+"""Functions compiled for a GPU: each compiles as a whole, and nothing is compiled elsewhere."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import emoe
-from emoe import kernels as module
+from emoe import kernels
 
-# In a process of its own: here wrappers that check shapes stand around every function, which a compiler cannot read.
+# In a process of its own: here every function is wrapped to check shapes, which a compiler cannot trace.
 SCRIPT = """
 import torch
-from emoe.backbones import dit, layers
+from emoe.backbones import attention, base, dit, layers
 from emoe.diffusion import categorical, masking, times
-from emoe.methods import base
-from emoe.routing import experts, kl, routes
+from emoe.methods import masked
+from emoe.routing import experts, latent, routes
 
 torch.manual_seed(0)
 def normal(*shape):
@@ -33,19 +33,19 @@ pair = torch.tensor([[0, 1], [3, 2], [2, 0]])
 cases = {
     dit.normed: [(h, weight), (h, weight, shift, scale, torch.bfloat16), (h, weight, None, None, torch.float32)],
     dit.added: [(h, normal(2, 6, 8), scale), (h, normal(2, 6, 8), None)],
-    dit.rotated: [(normal(2, 6, 3, 3, 4), angle.cos(), angle.sin())],
+    attention.rotated: [(normal(2, 6, 3, 3, 4), angle.cos(), angle.sin())],
     layers._shaped: [(logits, normal(4), normal(4), 1e-5, 5.0), (logits, None, None, 0.0, 5.0)],
-    layers.token_logits: [(logits, 4), (logits, 2)],
+    base.token_logits: [(logits, 4), (logits, 2)],
     layers.time_features: [(torch.rand(5), 6)],
     masking._masked_where: [(route, torch.rand(2, 6, dtype=torch.float64), torch.tensor([0.3, 0.9]), 4)],
-    base._row_losses: [(normal(2, 6), torch.rand(2), normal(2), beta) for beta in (torch.rand(2), torch.tensor(0.5))],
-    base._per_token: [(normal(3), normal(3), normal(3), 7)],
+    masked._row_losses: [(normal(2, 6), torch.rand(2), normal(2), beta) for beta in (torch.rand(2), torch.tensor(0.5))],
+    masked._per_token: [(normal(3), normal(3), normal(3), 7)],
     masking.subs: [(normal(2, 6, 5), torch.randint(5, (2, 6)), 3)],
     masking.log_chosen: [(logits, route), (normal(2, 6, 20), route)],
     categorical.gumbel_from_uniform: [(torch.rand(3, 4, dtype=torch.float64),)],
     times._in_strata: [(torch.rand(9, dtype=torch.float64), 5, 0.0), (torch.rand(4, dtype=torch.float64), 2, 1e-3)],
-    routes._relaxed: [(logits, noise, torch.tensor(0.5), 2, 2), (logits, noise, 0.5, 4, 4), (logits, noise, 0.5, 2, 1)],
-    kl._compared: [(logits, other, route, (6,)), (logits, other, route, (4, 2))],
+    routes._relaxed: [(logits, noise, torch.tensor(0.5), 2), (logits, noise, 0.5, 4), (logits, noise, 0.5, 1)],
+    latent._stats: [(logits, other, route, (6,)), (logits, other, route, (4, 2))],
     experts._weighted: [(normal(3, 2), normal(3, 8), normal(3, 8)), (normal(3, 2), normal(3, 8))],
     experts._all_experts: [
         (normal(3, 8), pair, normal(3, 2), normal(4, 8, 5), normal(4, 5), normal(4, 5, 8), normal(4, 8), "none")
@@ -59,28 +59,26 @@ for function, calls in cases.items():
     plain = function.__wrapped__
     whole = torch.compile(plain, backend="aot_eager", dynamic=False, fullgraph=True)
     for args in calls:
-        found, wanted = flat(whole(*args)), flat(plain(*args))
+        actual, wanted = flat(whole(*args)), flat(plain(*args))
         leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
         if leaves:
             slopes = [torch.randn_like(value, dtype=torch.float32) for value in wanted]
-            sums = [
-                sum((v * s).sum() for v, s in zip(values, slopes) if v.requires_grad) for values in (found, wanted)
-            ]
-            mine, theirs = (torch.autograd.grad(one, leaves, allow_unused=True) for one in sums)
-            found, wanted = found + list(mine), wanted + list(theirs)
-        for a, b in zip(found, wanted, strict=True):
+            for values in (actual, wanted):
+                total = sum((v * s).sum() for v, s in zip(values, slopes) if v.requires_grad)
+                values.extend(torch.autograd.grad(total, leaves, allow_unused=True))
+        for a, b in zip(actual, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 print("all", len(cases))
 """
 
 
-def test_each_is_compiled_as_a_whole_and_stays_the_same_function() -> None:
+def test_each_compiles_as_a_whole_to_the_same_function() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout == "all 17\n", done.stderr[-2000:]
 
 
-def test_the_list_above_is_whole() -> None:
+def test_the_list_above_is_complete() -> None:
     marked = [
         path.name for path in Path(emoe.__file__).parent.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines() if line == "@compiled"
@@ -88,11 +86,11 @@ def test_the_list_above_is_whole() -> None:
     assert len(marked) == 17
 
 
-def test_a_cpu_runs_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("compiled on a CPU")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    monkeypatch.setattr(module, "enabled", lambda: True)
-    twice = module.compiled(lambda x: 2 * x)
+    monkeypatch.setattr(kernels, "enabled", lambda: True)
+    twice = kernels.compiled(lambda x: 2 * x)
     assert torch.equal(twice(torch.ones(2, requires_grad=True)), torch.full((2,), 2.0))

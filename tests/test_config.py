@@ -7,26 +7,29 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+import emoe.methods
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.transformer import TransformerConfig
-from emoe.commands import as_typed
-from emoe.config import ConfigError, Family, allowed_range, field_hint, from_dict, override, paths, to_dict
+from emoe.config import ConfigError, Family, from_dict, to_dict
 from emoe.domains.base import DomainConfig
-from emoe.engine.optim import OptimConfig
-from emoe.engine.trainer import TrainConfig
-from emoe.experiment import EvalConfig, Experiment, customise, differences
+from emoe.engine.fit import TrainConfig
+from emoe.experiment import EvalConfig, Experiment, customise
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.vadd import VADDConfig
+from emoe.overrides import as_text, differences, field_hint, override, paths
 from emoe.ramps import Constant, Decay, Exponential, Linear, Ramp
 from emoe.recipes import all_recipes, get_recipe
-from emoe.types import Wants
+from emoe.routing.compare import CompareConfig
+from emoe.types import Needs
 
 RECIPES = sorted(all_recipes())
 
@@ -39,15 +42,14 @@ def problems(call: Any, *args: Any) -> list[str]:
     return caught.value.problems
 
 
-def changed(base: str = "toy-8modes-emoe", /, **settings: Any) -> dict[str, Any]:
-    """The dictionary of a recipe with dotted fields (a double underscore is a dot) replaced."""
-    tree = to_dict(get_recipe(base))
-    for name, value in settings.items():
-        *parents, last = name.split("__")
-        inner = tree
-        for parent in parents:
-            inner = inner[parent]
-        inner[last] = value
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The dictionary of a recipe with one field replaced."""
+    tree = to_dict(get_recipe("toy-8modes-emoe"))
+    *parents, last = path.split(".")
+    inner = tree
+    for parent in parents:
+        inner = inner[parent]
+    inner[last] = value
     return tree
 
 
@@ -62,116 +64,79 @@ def families() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_round_trip_through_json(name: str) -> None:
+def test_recipes_survive_json_and_the_command_line(name: str) -> None:
     experiment = get_recipe(name)
-    tree = json.loads(json.dumps(to_dict(experiment), allow_nan=False))
-    assert from_dict(Experiment, tree) == experiment
-    assert override(experiment, {}) == experiment
-    assert differences(experiment, from_dict(Experiment, tree)) == []
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_field_can_be_set_to_the_value_it_has(name: str) -> None:
-    experiment = get_recipe(name)
-    settings = {path: as_typed(value).strip("'") for path, _, _, value in paths(experiment)}
+    again = from_dict(Experiment, json.loads(json.dumps(to_dict(experiment), allow_nan=False)))
+    assert again == experiment == override(experiment, {}) and differences(experiment, again) == {}
+    settings = {path: as_text(value) for path, _, _, value in paths(experiment)}
     assert len(settings) > 25
     # Naming a kind resets the fields of its group, and then all of them are given: nothing may change.
     assert override(experiment, settings) == experiment
+    assert override(experiment, {path: value for path, _, _, value in paths(experiment)}) == experiment
 
 
 def test_every_field_has_words_and_every_path_is_a_field() -> None:
     tree = to_dict(get_recipe("toy-8modes-emoe"))
     for path, _, field, value in paths(get_recipe("toy-8modes-emoe")):
         assert field.metadata["doc"], path
-        found: Any = tree
+        node: Any = tree
         for part in path.split("."):
-            found = found[part]
-        assert value == (
-            found["kind"] if isinstance(found, dict) else tuple(found) if isinstance(found, list) else found
-        )
+            node = node[part]
+        assert value == (node["kind"] if isinstance(node, dict) else tuple(node) if isinstance(node, list) else node)
 
 
-REFUSED = {
-    "typo in a field": (changed(train__step=5), "train.step: unknown field of TrainConfig; did you mean 'steps'?"),
-    "nothing close": (changed(train__zzz=5), "train.zzz: unknown field of TrainConfig; allowed: accumulate, batch, "),
-    "field at the top": (changed(sed=5), "sed: unknown field of Experiment; did you mean 'seed'?"),
-    "text for a number": (changed(optim__lr="fast"), "optim.lr: expected number > 0, got 'fast'"),
-    "fraction of a step": (changed(train__steps=1.5), "train.steps: expected whole number >= 1, got 1.5"),
-    "truth for a number": (changed(train__steps=True), "train.steps: expected whole number >= 1, got True"),
-    "truth for a fraction": (changed(optim__lr=True), "optim.lr: expected number > 0, got True"),
-    "number for truth": (changed(method__mask_aware=1), "method.mask_aware: expected true|false, got 1"),
-    "number for text": (changed(name=5), "name: expected text, got 5"),
-    "list for a number": (changed(train__batch=[1]), "train.batch: expected whole number >= 1, got [1]"),
-    "number for a list": (changed(eval__nfe=4), "eval.nfe: expected whole number,... >= 1, got 4"),
-    "text in a list": (changed(eval__nfe=[1, "2"]), "eval.nfe: expected whole number >= 1, got '2'"),
-    "none": (changed(train__steps=None), "train.steps: expected whole number >= 1, got None"),
-    "number for a group": (changed(train=3), "train: expected the fields of TrainConfig, got 3"),
-    "list for a family": (changed(method=[]), "method: expected the fields of MethodConfig, got []"),
-    "negative steps": (changed(train__steps=-1), "train.steps: must be >= 1, got -1"),
-    "no step": (changed(train__steps=0), "train.steps: must be >= 1, got 0"),
-    "NFE 0": (changed(eval__nfe=[1, 0]), "eval.nfe: must be >= 1, got 0"),
-    "no NFE": (changed(eval__nfe=[]), "eval.nfe: must hold at least one number"),
-    "learning rate 0": (changed(optim__lr=0), "optim.lr: must be > 0, got 0.0"),
-    "learning rate nan": (changed(optim__lr=math.nan), "optim.lr: must be > 0, got nan"),
-    "learning rate inf": (changed(optim__lr=math.inf), "optim.lr: must be > 0, got inf"),
-    "route tau nan": (changed(method__route_tau=math.nan), "method.route_tau: must be >= 0, got nan"),
-    "a number no float holds": (changed(optim__lr=10**400), "optim.lr: expected number > 0, got 1000"),
-    "beta of 1": (changed(optim__betas=[0.9, 1.0]), "optim.betas: must be two numbers in [0, 1), got (0.9, 1.0)"),
-    "one beta": (changed(optim__betas=[0.9]), "optim.betas: must be two numbers in [0, 1), got (0.9,)"),
-    "EMA of 1": (changed(train__ema=1), "train.ema: must be >= 0 and <= 0.999999, got 1.0"),
-    "one checkpoint": (changed(train__keep=1), "train.keep: must be >= 2, got 1"),
-    "top-k over E": (changed(method__top_k=9), "method.top_k: must be in 1..experts = 8, got 9"),
-    "no expert": (changed(method__experts=0), "method.experts: must be >= 1, got 0"),
-    "heads": (changed(backbone__heads=3), "backbone.heads: must divide width = 128, got 3"),
-    "odd time features": (changed(backbone__time_size=7), "backbone.time_size: must be even, got 7"),
-    "choice": (changed(domain__density="8modes"), "domain.density: got '8modes'; did you mean '8-modes'?"),
-    "choice of another type": (changed(train__precision=[]), "train.precision: got []; allowed: bf16, fp32, tf32"),
-    "relax_tau 0": (changed(method__relax_tau=0), "method.relax_tau: must be > 0, got 0.0"),
-    "relax_tau nan": (changed(method__relax_tau=math.nan), "method.relax_tau.value: must be a finite number, got nan"),
-    "relax_tau in text": (
-        changed(method__relax_tau="0.5"),
-        "method.relax_tau: expected the fields of Ramp, got '0.5'",
-    ),
-    "ramp down to 0": (
-        changed(method__relax_tau={"kind": "linear", "start": 1, "end": 0}),
-        "method.relax_tau: must be > 0, got 0.0",
-    ),
-    "ramp without an end": (
-        changed(method__relax_tau={"kind": "linear", "start": 1}),
-        "method.relax_tau.end: missing; value at the end of the ramp",
-    ),
-    "field of another ramp": (
-        changed(method__relax_tau={"kind": "constant", "value": 1, "share": 1}),
-        "method.relax_tau.share: unknown field of Constant; ",
-    ),
-    "kind with a typo": (changed(method={"kind": "emo"}), "method.kind: 'emo' is not known; did you mean 'emoe'?"),
-    "kind left out": (changed(method={}), "method.kind: missing; allowed: "),
-    "kind that is no text": (changed(method={"kind": 5}), "method.kind: expected text, got 5; allowed: "),
-    "kind that is a helper module": (changed(backbone={"kind": "layers"}), "backbone.kind: 'layers' is not known; "),
-    "required field left out": (changed(domain={"kind": "toy"}), "domain.density: missing; which density"),
-    "key without names": (
-        changed("rows-emoe", domain__path="x.npy", domain__key="a"),
-        "domain.key: only .npz files hold named arrays",
-    ),
-    "not a dictionary": (7, "expected the fields of Experiment, got 7"),
-}
+RAMP: dict[str, object] = {"kind": "linear", "start": 1}
+REFUSED: list[tuple[str, Any, str]] = [
+    ("train.step", 5, "train.step: unknown field of TrainConfig; did you mean 'steps'?"),
+    ("train.zzz", 5, "train.zzz: unknown field of TrainConfig; allowed: accumulate, batch, "),
+    ("sed", 5, "sed: unknown field of Experiment; did you mean 'seed'?"),
+    ("optim.lr", "fast", "optim.lr: expected number > 0, got 'fast'"),
+    ("train.steps", "x" * 10_000, "train.steps: expected whole number >= 1, got 'xxx"),
+    ("train.steps", 1.5, "train.steps: expected whole number >= 1, got 1.5"),
+    ("train.steps", True, "train.steps: expected whole number >= 1, got True"),
+    ("train.steps", None, "train.steps: expected whole number >= 1, got None"),
+    ("train.cuda_graph", 1, "train.cuda_graph: expected true|false, got 1"),
+    ("name", 5, "name: expected text, got 5"),
+    ("method", [], "method: expected the fields of MethodConfig, got []"),
+    ("train.steps", 0, "train.steps: must be >= 1, got 0"),
+    ("eval.nfe", [], "eval.nfe: must hold at least one number"),
+    ("eval.nfe", 4, "eval.nfe: expected whole number,... >= 1, got 4"),
+    ("optim.lr", 0, "optim.lr: must be > 0, got 0.0"),
+    ("optim.lr", math.inf, "optim.lr: must be > 0, got inf"),
+    ("optim.lr", 10**400, "optim.lr: expected number > 0, got 1000"),
+    ("method.route_tau", math.nan, "method.route_tau: must be >= 0, got nan"),
+    ("optim.betas", [0.9, 1.0], "optim.betas: must be two numbers in [0, 1), got (0.9, 1.0)"),
+    ("train.ema", 1, "train.ema: must be >= 0 and <= 0.999999, got 1.0"),
+    ("train.keep", 1, "train.keep: must be >= 2, got 1"),
+    ("train.accumulate", 3, "train.accumulate: must divide batch = 512, got 3"),
+    ("method.top_k", 9, "method.top_k: must be in 1..experts = 8, got 9"),
+    ("backbone.heads", 3, "backbone.heads: must divide width = 128, got 3"),
+    ("backbone.time_size", 7, "backbone.time_size: must be even, got 7"),
+    ("domain.density", "8modes", "domain.density: got '8modes'; did you mean '8-modes'?"),
+    ("method.relax_tau", math.nan, "method.relax_tau.value: must be a finite number, got nan"),
+    ("method.relax_tau", "0.5", "method.relax_tau: expected the fields of Ramp, got '0.5'"),
+    ("method.relax_tau", {**RAMP, "end": 0}, "method.relax_tau: must be > 0, got 0.0"),
+    ("method.relax_tau", RAMP, "method.relax_tau.end: missing; value at the end of the ramp"),
+    ("method.relax_tau", {**RAMP, "end": 1, "floor": 1}, "method.relax_tau.floor: unknown field of Linear; "),
+    ("method", {"kind": "emo"}, "method.kind: 'emo' is not known; did you mean 'emoe'?"),
+    ("method", {}, "method.kind: missing; allowed: "),
+    ("backbone", {"kind": "layers"}, "backbone.kind: 'layers' is not known; "),
+    ("domain", {"kind": "toy"}, "domain.density: missing; which density"),
+    ("domain", {"kind": "rows", "path": "x.npy", "key": "a"}, "domain.key: only .npz files hold named arrays"),
+]
 
 
-@pytest.mark.parametrize(("tree", "line"), REFUSED.values(), ids=REFUSED)
-def test_refused(tree: Any, line: str) -> None:
-    found = problems(from_dict, Experiment, tree)
-    assert len(found) == 1 and found[0].startswith(line)
+@pytest.mark.parametrize(("path", "value", "line"), REFUSED)
+def test_refused(path: str, value: Any, line: str) -> None:
+    lines = problems(from_dict, Experiment, changed(path, value))
+    assert len(lines) == 1 and lines[0].startswith(line) and len(lines[0]) < 200
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    tree = changed(train__steps="many", optim__lr=-1, method__topk=2)
-    found = problems(from_dict, Experiment, tree)
-    assert [line.split(":")[0] for line in found] == ["method.topk", "optim.lr", "train.steps"]
-
-
-def test_a_long_value_does_not_flood_the_message() -> None:
-    (line,) = problems(from_dict, Experiment, changed(train__steps="x" * 10_000))
-    assert len(line) < 200 and "\n" not in line
+    tree = changed("train.steps", "many")
+    tree["optim"]["lr"], tree["method"]["topk"] = -1, 2
+    lines = problems(from_dict, Experiment, tree)
+    assert [line.split(":")[0] for line in lines] == ["method.topk", "optim.lr", "train.steps"]
 
 
 def test_a_config_checks_its_ranges_when_it_is_made_in_python() -> None:
@@ -187,13 +152,6 @@ def test_a_config_checks_its_ranges_when_it_is_made_in_python() -> None:
         TrainConfig().steps = 5  # type: ignore[misc]
 
 
-def test_ranges_are_written_as_people_write_them() -> None:
-    fields = {field.name: field.metadata for field in dataclasses.fields(TrainConfig)}
-    assert allowed_range(fields["steps"]) == ">= 1"
-    assert allowed_range(fields["ema"]) == ">= 0 and <= 0.999999"
-    assert allowed_range(fields["precision"]) == ""
-
-
 @pytest.mark.parametrize(
     ("value", "ramp"),
     [
@@ -205,7 +163,7 @@ def test_ranges_are_written_as_people_write_them() -> None:
     ],
 )
 def test_ramps(value: Any, ramp: Ramp) -> None:
-    loaded = from_dict(Experiment, changed(method__relax_tau=value))
+    loaded = from_dict(Experiment, changed("method.relax_tau", value))
     assert isinstance(loaded.method, EMoEConfig) and loaded.method.relax_tau == ramp
     assert to_dict(loaded)["method"]["relax_tau"]["kind"] == ramp.kind
 
@@ -216,9 +174,9 @@ def test_switching_a_family_resets_its_fields() -> None:
     assert override(experiment, {"method": "vadd", "method.latent": "3"}).method == VADDConfig(latent=3)
     assert override(experiment, {"method.latent": "3", "method.kind": "vadd"}).method == VADDConfig(latent=3)
     assert problems(override, experiment, {"method.top-k": "2"})[0].startswith("method.top-k: no such field; ")
-    tree = changed(method={**to_dict(get_recipe("toy-8modes-emoe"))["method"], "kind": "vadd"})
-    found = [line.split(":")[0] for line in problems(from_dict, Experiment, tree)]
-    assert {"method.experts", "method.top_k", "method.relax_tau"} <= set(found)
+    tree = changed("method.kind", "vadd")
+    lines = [line.split(":")[0] for line in problems(from_dict, Experiment, tree)]
+    assert {"method.experts", "method.top_k", "method.relax_tau"} <= set(lines)
 
 
 def test_families_of_a_user_are_found_by_kind(families: None) -> None:
@@ -236,14 +194,37 @@ def test_families_of_a_user_are_found_by_kind(families: None) -> None:
         heights: tuple[float, ...] = (1.0,)
 
     base = get_recipe("toy-8modes-emoe")
-    mine = override(base, {"method": "my-method", "method.strength": "2", "backbone": "my-backbone"})
-    assert (mine.method, mine.backbone) == (MyMethodConfig(strength=2.0), MyBackboneConfig())
-    assert from_dict(Experiment, json.loads(json.dumps(to_dict(mine)))) == mine
+    own = override(base, {"method": "my-method", "method.strength": "2", "backbone": "my-backbone"})
+    assert (own.method, own.backbone) == (MyMethodConfig(strength=2.0), MyBackboneConfig())
+    assert from_dict(Experiment, json.loads(json.dumps(to_dict(own)))) == own
     assert override(base, {"method.relax-tau": "steps"}).method == dataclasses.replace(
         base.method,
         relax_tau=MyRamp(),  # type: ignore[call-arg]
     )
     assert "my-method" in problems(override, base, {"method": "zzz"})[0]
+
+
+def test_two_configs_of_one_kind_are_refused_and_the_same_one_is_replaced(
+    families: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def define(kind: str) -> type[MethodConfig]:
+        class Cell(MethodConfig, kind=kind):
+            pass
+
+        return Cell
+
+    first, again = define("cell"), define("cell")  # a cell of a notebook that is run again
+    assert first is not again and MethodConfig.resolve("cell") is again
+    # One kind is known already, of the other there is only a module that nothing has imported yet.
+    (tmp_path / "saw.py").write_text(
+        "from emoe.methods.base import MethodConfig\nclass Saw(MethodConfig, kind='saw'): ..."
+    )
+    monkeypatch.setattr(emoe.methods, "__path__", [*emoe.methods.__path__, str(tmp_path)])
+    for kind, home in {"emoe": "emoe.methods.emoe.EMoEConfig", "saw": "emoe.methods.saw.Saw"}.items():
+        (line,) = problems(define, kind)
+        assert line.startswith(f"kind: '{kind}' is both {home} and {__name__}.test_two")
+        assert line.endswith(".Cell; choose another name for one")
+    sys.modules.pop("emoe.methods.saw")
 
 
 def test_a_backbone_that_lacks_what_the_method_needs(families: None) -> None:
@@ -252,114 +233,95 @@ def test_a_backbone_that_lacks_what_the_method_needs(families: None) -> None:
         supports: ClassVar[frozenset[str]] = frozenset({"cond"})
 
     assert override(get_recipe("toy-8modes-mdlm"), {"backbone": "plain"}).backbone == PlainConfig()
-    (line,) = problems(override, get_recipe("toy-8modes-emoe"), {"backbone": "plain"})
-    assert line.startswith("backbone: 'plain' has no 'experts'") and "'emoe'" in line and "cond" in line
-    (line,) = problems(override, get_recipe("toy-8modes-vadd"), {"backbone": "plain"})
-    assert "'plain' has no 'encoder'" in line and "'vadd'" in line
-    settings = {"backbone": "plain", "method.mask-aware": "true"}
-    found = problems(override, get_recipe("toy-8modes-emoe"), settings)
-    assert [line.split("'")[3] for line in found] == ["experts", "marks"]
-    assert list(TransformerConfig().refusals(Wants(experts=2, cond=3, marks=True, encoder=4))) == []
+    for recipe, needed in {"emoe": "experts", "vadd": "encoder"}.items():
+        (line,) = problems(override, get_recipe(f"toy-8modes-{recipe}"), {"backbone": "plain"})
+        assert line.startswith(f"backbone: 'plain' has no '{needed}'") and f"'{recipe}'" in line and "cond" in line
+    assert list(TransformerConfig().unsupported(Needs(experts=2, cond=3, marks=True, encoder=4))) == []
 
 
-TEXTS: dict[str, tuple[dict[str, str], tuple[str, Any]]] = {
-    "whole number": ({"train.steps": "50"}, ("train.steps", 50)),
-    "whole number with underscores": ({"train.steps": "1_000"}, ("train.steps", 1000)),
-    "fraction": ({"optim.lr": "1e-2"}, ("optim.lr", 0.01)),
-    "true": ({"method.mask-aware": "true"}, ("method.mask_aware", True)),
-    "yes": ({"method.mask-aware": "Yes"}, ("method.mask_aware", True)),
-    "off": ({"train.cuda_graph": "off"}, ("train.cuda_graph", False)),
-    "none": ({"optim.clip": "none"}, ("optim.clip", None)),
-    "null": ({"domain.centres-seed": "null"}, ("domain.centres_seed", None)),
-    "negative": ({"domain.centres-seed": "-3"}, ("domain.centres_seed", -3)),
-    "list": ({"eval.nfe": "1,2,4"}, ("eval.nfe", [1, 2, 4])),
-    "list with brackets": ({"eval.nfe": "[1, 2]"}, ("eval.nfe", [1, 2])),
-    "list of one": ({"eval.nfe": "8"}, ("eval.nfe", [8])),
-    "fractions": ({"optim.betas": "(0.5, 0.9)"}, ("optim.betas", [0.5, 0.9])),
-    "choice": ({"domain.density": "swiss-roll"}, ("domain.density", "swiss-roll")),
-    "number as a ramp": ({"method.relax-tau": "0.5"}, ("method.relax_tau", {"kind": "constant", "value": 0.5})),
-    "JSON as a ramp": (
-        {"method.relax-tau": '{"kind": "linear", "start": 1, "end": 0.5}'},
-        ("method.relax_tau", {"kind": "linear", "start": 1.0, "end": 0.5, "share": 1.0, "steps": None}),
-    ),
-    "part of a ramp": (
-        {"method.relax-tau.end": "0.25"},
-        ("method.relax_tau", {"kind": "exponential", "start": 1.0, "end": 0.25, "share": 1.0, "steps": None}),
-    ),
-    "kind and parts of a ramp": (
+def test_settings_need_not_be_text() -> None:
+    settings: dict[str, object] = {
+        "train.steps": 3, "eval.nfe": [1, 2], "method.compare": None, "optim.betas": (0.5, 0.9),
+        "train.cuda_graph": False, "method.relax_tau": Constant(value=0.5), "method.relax_tau.value": 0.25,
+        "backbone.router": {"cap": 3.0},
+    }  # fmt: skip
+    copied = override(get_recipe("toy-8modes-emoe-vimco"), settings)
+    assert (copied.train.steps, copied.eval.nfe, copied.optim.betas) == (3, (1, 2), (0.5, 0.9))
+    assert isinstance(copied.method, EMoEConfig) and copied.method.compare is None
+    assert copied.method.relax_tau == Constant(value=0.25) and not copied.train.cuda_graph
+    compare = CompareConfig(estimator="wake-sleep", draws=2)
+    assert override(copied, {"method.compare": compare}).method.compare == compare  # type: ignore[attr-defined]
+    for value, line in {1.5: "got 1.5", "many": "got 'many'", True: "got True", None: "got None"}.items():
+        assert problems(override, copied, {"train.steps": value})[0].endswith(line)
+    assert problems(override, copied, {"eval.nfe": 4})[0] == "eval.nfe: expected whole number,... >= 1, got 4"
+
+
+COMPARE = {"estimator": "vimco", "draws": 4, "credit": "row", "in_turn": True, "sum_last": False}
+SLOPE = {"kind": "exponential", "start": 1.0, "end": 0.25, "share": 1.0, "steps": None}
+TEXTS: list[tuple[dict[str, str], str, Any]] = [
+    ({"train.steps": "1_000"}, "train.steps", 1000),
+    ({"optim.lr": "1e-2"}, "optim.lr", 0.01),
+    ({"backbone.router.norm": "true"}, "backbone.router.norm", True),
+    ({"train.deterministic": "Yes"}, "train.deterministic", True),
+    ({"optim.clip": "none"}, "optim.clip", None),
+    ({"eval.nfe": "1,2,4"}, "eval.nfe", [1, 2, 4]),
+    ({"eval.nfe": "[1, 2]"}, "eval.nfe", [1, 2]),
+    ({"optim.betas": "(0.5, 0.9)"}, "optim.betas", [0.5, 0.9]),
+    ({"method.relax-tau": "0.5"}, "method.relax_tau", {"kind": "constant", "value": 0.5}),
+    ({"method.relax-tau": json.dumps({"kind": "exponential", "start": 1, "end": 0.25})}, "method.relax_tau", SLOPE),
+    ({"method.relax-tau.end": "0.25"}, "method.relax_tau", SLOPE),
+    (
         {"method.relax-tau.floor": "0.5", "method.relax-tau": "decay", "method.relax-tau.rate": "1e-3"},
-        ("method.relax_tau", {"kind": "decay", "start": 1.0, "rate": 0.001, "floor": 0.5}),
+        "method.relax_tau",
+        {"kind": "decay", "start": 1.0, "rate": 0.001, "floor": 0.5},
     ),
-    "number and then its value": (
-        {"method.relax-tau": "1", "method.relax-tau.value": "2"},
-        ("method.relax_tau", {"kind": "constant", "value": 2.0}),
+    ({"method.relax-tau": "1", "method.relax-tau.value": "2"}, "method.relax_tau", {"kind": "constant", "value": 2.0}),
+    (
+        {"method.compare.draws": "4", "method.compare.estimator": "vimco", "method.compare.in-turn": "yes"},
+        "method.compare",
+        COMPARE,
     ),
-    "a family without fields": ({"method.schedule": "cosine"}, ("method.schedule", {"kind": "cosine"})),
-    "a group as JSON": (
-        {"eval": '{"samples": 10}'},
-        (
-            "eval",
-            {
-                "nfe": [1, 2, 4, 8, 16, 32],
-                "samples": 10,
-                "batch": 5000,
-                "sampler": {"kind": "plain", "nucleus": 1.0},
-            },
-        ),
-    ),
-    "text": ({"name": "none"}, ("name", "none")),
-}
+    ({"method.schedule": "cosine"}, "method.schedule", {"kind": "cosine"}),
+    ({"eval.sampler": '{"nucleus": 0.5}'}, "eval.sampler", {"kind": "plain", "nucleus": 0.5}),
+    ({"name": "none"}, "name", "none"),
+]
 
 
-@pytest.mark.parametrize(("settings", "expected"), TEXTS.values(), ids=TEXTS)
-def test_text_of_a_command_line(settings: dict[str, str], expected: tuple[str, Any]) -> None:
-    found: Any = to_dict(override(get_recipe("toy-8modes-emoe"), settings))
-    for part in expected[0].split("."):
-        found = found[part]
-    assert found == expected[1] and type(found) is type(expected[1])
+@pytest.mark.parametrize(("settings", "path", "expected"), TEXTS)
+def test_text_of_a_command_line(settings: dict[str, str], path: str, expected: Any) -> None:
+    node: Any = to_dict(override(get_recipe("toy-8modes-emoe"), settings))
+    for part in path.split("."):
+        node = node[part]
+    assert node == expected and type(node) is type(expected)
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({"train.stepz": "5"}, "train.stepz: no such field; did you mean 'train.steps'?"),
-        ({"trainn.steps": "5"}, "trainn.steps: no such field; did you mean 'train.steps'?"),
         ({"optim.batch": "5"}, "optim.batch: no such field; did you mean 'train.batch'?"),
-        ({"method.zzz": "5"}, "method.zzz: no such field; allowed: method.balance, method.balance-form, "),
+        ({"method.zzz": "5"}, "method.zzz: no such field; allowed: method.balance, method.compare, "),
         ({"zzz.yyy": "5"}, "zzz.yyy: no such field; allowed: backbone, domain, eval, "),
         ({"seed.x": "5"}, "seed.x: no such field; "),
         ({"method": "vadd", "method.lattent": "5"}, "method.lattent: no such field; did you mean 'method.latent'?"),
         ({"": "5"}, ": no such field; "),
-        ({"..": "5"}, "..: no such field; "),
         ({"train.steps": "many"}, "train.steps: expected whole number >= 1, got 'many'"),
         ({"train.steps": "1__0"}, "train.steps: expected whole number >= 1, got '1__0'"),
         ({"train.steps": "1" * 9999}, "train.steps: expected whole number >= 1, got '111"),
-        ({"train.steps": "-4"}, "train.steps: must be >= 1, got -4"),
-        ({"train.steps": ""}, "train.steps: expected whole number >= 1, got ''"),
-        ({"optim.lr": "nan"}, "optim.lr: must be > 0, got nan"),
         ({"optim.lr": "1e999"}, "optim.lr: must be > 0, got inf"),
-        ({"optim.clip": "0"}, "optim.clip: must be > 0, got 0.0"),
-        ({"method.mask-aware": "maybe"}, "method.mask_aware: expected true|false, got 'maybe'"),
+        ({"train.cuda-graph": "maybe"}, "train.cuda_graph: expected true|false, got 'maybe'"),
         ({"eval.nfe": "1,x"}, "eval.nfe: expected whole number >= 1, got 'x'"),
         ({"eval.nfe": ""}, "eval.nfe: must hold at least one number"),
         ({"method.relax-tau": "{"}, "method.relax_tau: not valid JSON ("),
-        ({"method.relax-tau": "nan"}, "method.relax_tau.value: must be a finite number, got nan"),
         ({"method.relax-tau": "slope"}, "method.relax_tau.kind: 'slope' is not known; allowed: constant, decay, "),
-        (
-            {"method.relax-tau": "slope", "method.relax-tau.end": "1"},
-            "method.relax_tau.end: kind: 'slope' is not known",
-        ),
+        ({"method.schedule": "x", "method.schedule.y": "1"}, "method.schedule.y: kind: 'x' is not known"),
         ({"method": "emoe", "method.kind": ""}, "method.kind: missing; allowed: "),
+        ({"method.relax-tau": '{"kind":' * 100_000}, "method.relax_tau: not valid JSON ("),
     ],
 )
 def test_text_that_is_refused(settings: dict[str, str], line: str) -> None:
-    found = problems(override, get_recipe("toy-8modes-emoe"), settings)
-    assert found[0].startswith(line), found
-
-
-def test_deeply_nested_json_is_refused() -> None:
-    text = '{"kind":' * 100_000
-    assert "not valid JSON" in problems(override, get_recipe("toy-8modes-emoe"), {"method.relax-tau": text})[0]
+    lines = problems(override, get_recipe("toy-8modes-emoe"), settings)
+    assert lines[0].startswith(line), lines
 
 
 def test_suggestions() -> None:
@@ -380,11 +342,11 @@ JUNK: list[Any] = [
 
 def spots(tree: Any) -> list[tuple[dict[Any, Any], Any]]:
     """Every (dictionary, key) inside a tree."""
-    found = []
+    pairs = []
     if isinstance(tree, dict):
         for key, value in tree.items():
-            found += [(tree, key), *spots(value)]
-    return found
+            pairs += [(tree, key), *spots(value)]
+    return pairs
 
 
 def mutate(tree: dict[str, Any], draw: random.Random) -> None:
@@ -401,23 +363,26 @@ def mutate(tree: dict[str, Any], draw: random.Random) -> None:
         inner[key] = copy.deepcopy(draw.choice(JUNK))
 
 
+def load_or_refuse(build: Callable[..., Experiment], *arguments: Any) -> bool:
+    """Whether it loads; what is refused has messages of one line, and what loads survives a round trip."""
+    try:
+        experiment = build(*arguments)
+    except ConfigError as error:
+        assert error.problems and all(line and "\n" not in line for line in error.problems)
+        return False
+    assert from_dict(Experiment, json.loads(json.dumps(to_dict(experiment), allow_nan=False))) == experiment
+    return True
+
+
 def test_500_mutated_dictionaries_load_or_are_refused() -> None:
     draw, loaded = random.Random(0), 0
     trees = [to_dict(get_recipe(name)) for name in RECIPES]
     for _ in range(500):
         tree = copy.deepcopy(draw.choice(trees))
         for _ in range(draw.randint(1, 4)):
-            mutate(tree, draw)
-            if not spots(tree):
-                break
-        try:
-            experiment = from_dict(Experiment, tree)
-        except ConfigError as error:
-            assert error.problems and all(line and "\n" not in line for line in error.problems)
-            continue
-        loaded += 1
-        assert from_dict(Experiment, to_dict(experiment)) == experiment
-        json.dumps(to_dict(experiment), allow_nan=False)
+            if spots(tree):
+                mutate(tree, draw)
+        loaded += load_or_refuse(from_dict, Experiment, tree)
     assert 10 < loaded < 400
 
 
@@ -428,26 +393,13 @@ def test_200_mutated_command_lines_load_or_are_refused() -> None:
     experiments = [get_recipe(name) for name in RECIPES]
     for _ in range(200):
         experiment = draw.choice(experiments)
-        known = {path.replace("_", draw.choice("_-")): as_typed(value) for path, _, _, value in paths(experiment)}
+        known = {path.replace("_", draw.choice("_-")): as_text(value) for path, _, _, value in paths(experiment)}
         settings = {}
-        for _ in range(draw.randint(1, 3)):
-            name = draw.choice(list(known))
-            typed = draw.choice([draw.choice(texts), known[name]])
-            settings[draw.choice([name] * 6 + [f"{name}.kind", f"{name}.x", name[:-1], name.upper()])] = typed
-        try:
-            changed_experiment = override(experiment, settings)
-        except ConfigError as error:
-            assert error.problems and all(line and "\n" not in line for line in error.problems)
-            continue
-        loaded += 1
-        assert from_dict(Experiment, to_dict(changed_experiment)) == changed_experiment
+        for name in draw.sample(list(known), draw.randint(1, 3)):
+            odd = [name] * 6 + [f"{name}.kind", f"{name}.x", name[:-1], name.upper()]
+            settings[draw.choice(odd)] = draw.choice([draw.choice(texts), known[name]])
+        loaded += load_or_refuse(override, experiment, settings)
     assert 10 < loaded < 150
-
-
-def test_an_optimiser_config_alone() -> None:
-    assert from_dict(OptimConfig, {}) == OptimConfig()
-    assert from_dict(OptimConfig, {"clip": None}, "optim").clip is None
-    assert problems(from_dict, OptimConfig, {"lr": "x"}, "optim") == ["optim.lr: expected number > 0, got 'x'"]
 
 
 def test_families_know_their_kinds() -> None:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
+from steps import generator, masks, ramp_of
+from torch import Tensor
 
+from emoe.backbones.dit import DiTConfig
 from emoe.backbones.transformer import TransformerConfig
+from emoe.config import ConfigError
 from emoe.diffusion.masking import subs
 from emoe.diffusion.quadrature import gaussian_grid, gaussian_points
 from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
 from emoe.domains.toy import Toy, ToyConfig
-from emoe.domains.toy.metrics import validity_of_law
-from emoe.evaluation.exact_toy import toy_measurements
-from emoe.exact import Mixture, chain_law, chain_laws, exact_nll, kl_data_model, law_error, repeated_laws, step_law
-from emoe.methods.base import MaskedDiffusion
+from emoe.domains.toy.densities import validity_of_law
+from emoe.evaluation.measure import exact_rows
+from emoe.exact.laws import chain_law, chain_laws, exact_laws, exact_nll, kl_data_model, law_work
+from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
-from emoe.methods.mdlm import MDLM, MDLMConfig
+from emoe.methods.masked import MaskedDiffusion
+from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.metrics import nearest_distance
+from emoe.recipes import get_recipe
 from emoe.rng import Rng
-from emoe.routing.routes import greedy, replay
-from emoe.types import Gate
+from emoe.routing.routes import greedy
+from emoe.types import Mixture, TokenSpace
 
 MODELS = {
     "mdlm": (MDLMConfig(), {}),
@@ -33,7 +39,6 @@ MODELS = {
     "emoe-long": (EMoEConfig(experts=2), {"length": 3}),
     "emoe-flat": (EMoEConfig(experts=3), {"depth": 1, "length": 3, "mask_id": 2}),
     "emoe-deep": (EMoEConfig(experts=2), {"depth": 3}),
-    "emoe-marks": (EMoEConfig(experts=2, mask_aware=True), {}),
 }
 
 
@@ -43,62 +48,69 @@ def model(request, tiny) -> MaskedDiffusion:
     return tiny(config, **sizes)
 
 
-def table_of(law: Mixture, rows: torch.Tensor) -> torch.Tensor:
-    """(B, C): what a mixture says of each clean row."""
-    each = sum(law.log_token[:, :, place, rows[:, place]] for place in range(rows.shape[1]))
+def table_of(law: Mixture, rows: Tensor) -> Tensor:
+    """(B, C): the probability of each clean row under a mixture."""
+    each = sum(law.log_token[:, :, position, rows[:, position]] for position in range(rows.shape[1]))
     return (law.log_weight[..., None].exp() * each.exp()).sum(1)
 
 
-# --- The network under every expert of its last block ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mask_id", [0, 1, 3])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_forward_last_is_forward_with_each_last_expert(tiny, depth: int, mask_id: int):
-    backbone = tiny(EMoEConfig(experts=3, mask_aware=True), size=4, depth=depth, mask_id=mask_id, length=3).backbone
-    draw = torch.Generator().manual_seed(3)
-    x, t = torch.randint(4, (5, 3), generator=draw), torch.rand(5, generator=draw)
-    marks, ones = x == mask_id, torch.ones(5, 3, 1, dtype=torch.float64)
-    gates = [Gate(torch.randint(3, (5, 3, 1), generator=draw), ones) for _ in range(depth - 1)]
-    logits, route_logits = backbone.forward_last(x, t, marks=marks, route=replay(gates))
-    assert logits.shape == (3, 5, 3, 4) and len(route_logits) == depth
-    for expert in range(3):
-        last = Gate(torch.full((5, 3, 1), expert), ones)
-        want = backbone(x, t, marks=marks, route=replay([*gates, last]))
-        assert torch.allclose(logits[expert], want.logits, atol=1e-12, rtol=0)
-        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(route_logits, want.route_logits, strict=True))
-
-
-def test_forward_last_refuses_a_dense_backbone(tiny):
-    with pytest.raises(ValueError, match="dense"):
-        tiny(MDLMConfig()).backbone.forward_last(torch.zeros(1, 2).long(), torch.ones(1), route=greedy())
-
-
-# --- One step, and the chain --------------------------------------------------------------------------------------
-
-
-def test_step_law_is_the_sum_over_all_routes(model: MaskedDiffusion):
-    exact, t = Enumeration(model), 0.625
-    law = step_law(model, exact.states, t)
-    with torch.no_grad():
-        want = exact.step(t, 1.0, 0.0)[:, exact.index(exact.clean)]
-    assert torch.allclose(table_of(law, exact.clean), want, atol=1e-10, rtol=0)
-    assert torch.allclose(law.log_weight.exp().sum(1), torch.ones(len(exact.states)).double(), atol=1e-10, rtol=0)
+def assert_normalised(law: Mixture, mask_id: int) -> None:
+    assert law.log_weight.dtype == law.log_token.dtype == torch.float64
+    assert torch.allclose(law.log_weight.exp().sum(1), torch.ones(len(law.log_weight)).double(), atol=1e-10, rtol=0)
     assert torch.allclose(law.log_token.exp().sum(-1), torch.ones(law.log_token.shape[:-1]).double(), atol=1e-10)
-    assert (law.log_token[..., exact.mask_id] == -math.inf).all()
+    assert (law.log_token[..., mask_id] == -math.inf).all()
+
+
+# --- One step, and the chain -------------------------------------------------------------------------------------
+
+
+def test_components_are_the_sum_over_all_routes(model: MaskedDiffusion):
+    exact, t = Enumeration(model), 0.625
+    clean = torch.cat([exact.clean, exact.states])  # rows with and without masks
+    law = model.components(clean, t)
+    with torch.no_grad():
+        want = exact.step(t, 1.0, 0.0)[exact.index(clean)][:, exact.index(exact.clean)]
+    assert torch.allclose(table_of(law, exact.clean), want, atol=1e-10, rtol=0)
+    assert_normalised(law, exact.mask_id)
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "vadd", "emoe", "sedd", "bd3lm", "ar"])
+def test_components_of_every_kind_are_normalised_or_refused(scramble, kind: str):
+    space, config = TokenSpace(size=3, mask_id=1, length=2), MethodConfig.resolve(kind)().tiny()
+    if kind == "bd3lm":
+        config = replace(config, block=1)
+    sizes = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 4, "time_size": 4, "dropout": 0.0}
+    network = DiTConfig(**sizes, causal=kind == "ar", time_conditioning=kind == "sedd")
+    method, rows = scramble(config.build(space, network), 3), torch.tensor([[1, 1], [1, 0], [2, 0]])
+    if kind in ("sedd", "bd3lm", "ar"):
+        for ask in (lambda: method.components(rows, 0.5), lambda: chain_law(method, 1)):
+            with pytest.raises(ConfigError, match=f"exact: {method.label} has no"):
+                ask()
+    else:
+        law = method.components(rows, 0.5)
+        assert_normalised(law, 1)
+        assert (law.log_token[2, :, [0, 1], [2, 0]] == 0).all()  # tokens that are not masked stay
+        assert chain_law(method, 2).sum().item() == pytest.approx(1, abs=1e-5)  # networks in single precision
 
 
 def test_chain_law_is_the_enumerated_one(model: MaskedDiffusion):
-    exact = Enumeration(model)
-    laws = chain_laws(model, [1, 2, 3, 4])
+    exact, laws = Enumeration(model), chain_laws(model, [1, 2, 3, 4])
     for steps, law in laws.items():
         want = exact.law(steps)[exact.index(exact.clean)]
         assert law.dtype == torch.float64 and law.shape == (model.space.size - 1,) * model.space.length
-        assert torch.allclose(law.flatten(), want, atol=1e-10, rtol=0)
-        assert abs(law.sum().item() - 1) < 1e-10
+        assert torch.allclose(law.flatten(), want, atol=1e-10, rtol=0) and abs(law.sum().item() - 1) < 1e-10
         nll = exact_nll(law, exact.clean, mask_id=model.space.mask_id)
         assert torch.allclose(nll, exact.nll(steps), atol=1e-10)
     assert torch.equal(chain_law(model, 3), laws[3])
+
+
+def test_nested_grids_read_each_time_once(tiny):
+    method, ticks = tiny(MDLMConfig()), []
+    times, inner = [], method.components
+    method.components = lambda xt, t, **how: times.append(t) or inner(xt, t, **how)
+    chain_laws(method, [1, 2, 4], tick=lambda *what: ticks.append(what))
+    assert len(times) == 4 * 3 and len(set(times)) == 4 == law_work(method, [1, 2, 4])  # of 3 patterns of masks each
+    assert ticks == [(1, "exact law, T = 1"), (1, "exact law, T = 2"), (2, "exact law, T = 4")]
 
 
 def test_sharpened_routes_count(tiny):
@@ -111,13 +123,12 @@ def test_sharpened_routes_count(tiny):
     assert torch.allclose(chain_law(sharp, 2), chain_law(doubled, 2), atol=1e-12)
     collapsed = tiny(EMoEConfig(experts=3, route_tau=0.0))
     states = Enumeration(collapsed).states
-    law = step_law(collapsed, states, 0.5)
+    law = collapsed.components(states, 0.5)
     with torch.no_grad():
-        logits = collapsed.backbone(states, torch.full((len(states),), 0.5), route=greedy()).logits
-    best = law.log_weight.argmax(1)
+        logits = collapsed.backbone.predict(states, torch.full((len(states),), 0.5), route=greedy()).logits
     assert torch.equal(law.log_weight.exp().sort(1).values[:, -1], torch.ones(len(states)).double())
-    found = law.log_token[torch.arange(len(states)), best]
-    assert torch.allclose(found.exp(), subs(logits, states, 1).exp(), atol=1e-12)
+    best = law.log_token[torch.arange(len(states)), law.log_weight.argmax(1)]
+    assert torch.allclose(best.exp(), subs(logits, states, 1).exp(), atol=1e-12)
 
 
 def test_measures_of_a_law():
@@ -131,50 +142,37 @@ def test_measures_of_a_law():
         exact_nll(data, torch.tensor([[0, 2]]))
 
 
-def test_too_many_routes_are_refused(tiny):
+def test_too_large_laws_are_refused_before_anything_is_run(tiny):
+    rows = torch.tensor([[1, 1], [1, 0]])
     method = tiny(EMoEConfig(experts=4), depth=3)
-    with pytest.raises(ValueError, match=r"budget: E-MoE has 4\^\(2 \* 2\) routes .* 2 rows; .* more than 511"):
-        step_law(method, torch.tensor([[1, 1], [1, 0]]), 0.5, budget=511)
-    assert step_law(method, torch.tensor([[1, 1], [1, 0]]), 0.5, budget=512).log_weight.shape == (2, 256)
-    with pytest.raises(ValueError, match="too many to enumerate"):
-        chain_law(tiny(EMoEConfig(experts=8), length=8, size=3, depth=2), 1)
-    with pytest.raises(ValueError, match="VADD has 300 values"):
-        step_law(tiny(VADDConfig(latent=4)), torch.tensor([[1, 1]]), 0.5, samples=300, budget=299)
+    with pytest.raises(ConfigError, match=r"budget: 4\^\(2 \* 2\) routes .* 2 rows; .* more than 511"):
+        method.components(rows, 0.5, budget=511)
+    assert method.components(rows, 0.5, budget=512).log_weight.shape == (2, 256)
+    with pytest.raises(ConfigError, match="VADD has 300 values"):
+        tiny(VADDConfig(latent=4)).components(rows, 0.5, samples=300, budget=299)
+    with pytest.raises(ConfigError, match="too many to enumerate"):
+        chain_law(tiny(EMoEConfig(experts=8), length=8), 1)
+    large = MDLMConfig().build(TokenSpace(51, 50, 12), TransformerConfig(width=8, hidden=8, heads=2, time_size=4))
+    large.backbone.register_forward_pre_hook(lambda *_: pytest.fail("the network was run"))
+    with pytest.raises(ConfigError, match="exact: 50 symbols in 12 positions make tables of .* numbers, more than"):
+        chain_law(large, 1)
 
 
-class Other(MDLM):
-    pass
+# --- A Gaussian latent -------------------------------------------------------------------------------------------
 
 
-def test_a_method_can_register_its_own_step(tiny):
-    method = tiny(MDLMConfig())
-    other = Other(method.config, method.space, TransformerConfig(width=8, hidden=8, heads=2, time_size=4))
-    rows = torch.tensor([[1, 1]])
-    assert step_law(other, rows, 1.0).log_weight.shape == (1, 1)  # as its parent does
-
-    @step_law.register
-    def _(method: Other, xt: torch.Tensor, t: float, **how: object) -> Mixture:
-        return Mixture(torch.zeros(1, 1), torch.full((1, 1, 2, 3), 0.5).log())
-
-    assert step_law(other, rows, 1.0).log_token[0, 0, 0, 0] == pytest.approx(math.log(0.5))
-    with pytest.raises(TypeError, match="no exact step is known for MDLM"):
-        step_law.dispatch(object)(method, rows, 1.0)
-
-
-# --- A Gaussian latent --------------------------------------------------------------------------------------------
-
-
-def integrated(method: MaskedDiffusion, rows: torch.Tensor, clean: torch.Tensor, t: float, nodes: int) -> torch.Tensor:
+def integrated(method: MaskedDiffusion, rows: Tensor, clean: Tensor, t: float, nodes: int) -> Tensor:
     """(B, C): p(clean | row) by the trapezoid rule on [-10, 10], row by row."""
     z = torch.linspace(-10, 10, nodes, dtype=torch.float64)
     weight = torch.exp(-z.square() / 2) * (20 / (nodes - 1)) / math.sqrt(2 * math.pi)
-    found = []
+    tables = []
     with torch.no_grad():
         for row in rows:
             x = row.expand(nodes, -1)
-            log_token = subs(method.backbone(x, torch.full((nodes,), t), cond=z[:, None]).logits, x, 1)
-            found.append(weight @ (log_token[:, 0, clean[:, 0]] + log_token[:, 1, clean[:, 1]]).exp())
-    return torch.stack(found)
+            logits = method.backbone.predict(x, torch.full((nodes,), t), cond=z[:, None]).logits
+            log_token = subs(logits, x, 1)
+            tables.append(weight @ (log_token[:, 0, clean[:, 0]] + log_token[:, 1, clean[:, 1]]).exp())
+    return torch.stack(tables)
 
 
 @pytest.mark.parametrize("seed", [21, 1, 2])
@@ -182,30 +180,27 @@ def test_quadrature_of_a_small_latent(tiny, seed: int):
     method = tiny(VADDConfig(latent=1), seed=seed)
     clean = torch.cartesian_prod(torch.tensor([0, 2]), torch.tensor([0, 2]))
     rows = torch.tensor([[1, 1], [1, 0], [2, 1]])
-    law = step_law(method, rows, 0.5)
     want = integrated(method, rows, clean, 0.5, 4_000)
-    assert torch.allclose(table_of(law, clean), want, atol=1e-8, rtol=0)
+    assert torch.allclose(table_of(method.components(rows, 0.5), clean), want, atol=1e-8, rtol=0)
     product = want[0].view(2, 2).sum(1, keepdim=True) * want[0].view(2, 2).sum(0, keepdim=True)
     assert (product.flatten() - want[0]).abs().max() > 1e-4  # the latent ties the positions
     assert abs(chain_law(method, 3).sum().item() - 1) < 1e-10
 
 
 @pytest.mark.parametrize("latent", [1, 2])
-def test_drawn_latents_agree_with_quadrature_within_the_stated_error(tiny, latent: int):
+def test_drawn_latents_agree_with_quadrature_within_their_spread(tiny, latent: int):
     method = tiny(VADDConfig(latent=latent))
-    laws = repeated_laws(method, [1, 3], repeats=4, samples=2_000, seed=1)
-    for steps, drawn in laws.items():
-        assert torch.allclose(drawn.flatten(1).sum(1), torch.ones(4).double(), atol=1e-10)
-        distance = (drawn.mean(0) - chain_law(method, steps)).abs()
-        total, worst = law_error(drawn)
-        assert 0 < worst < 1e-2 and distance.sum() / 2 < 4 * total and distance.max() < 4 * worst
+    exact = exact_laws(method, [1, 3])
+    method.draws_components = True
+    for steps, laws in exact_laws(method, [1, 3], repeats=4, samples=2_000, seed=1).items():
+        assert torch.allclose(laws.flatten(1).sum(1), torch.ones(4).double(), atol=1e-10)
+        error, distance = laws.std(0) / 2, (laws.mean(0) - exact[steps][0]).abs()
+        assert 0 < error.max() < 1e-2 and distance.sum() < 4 * error.sum() and distance.max() < 4 * error.max()
 
 
 def test_points_of_a_gaussian():
-    for points, log_weight in (
-        gaussian_grid(2, 20),
-        (gaussian_points(4_096, 3, 5), torch.full((4_096,), 1 / 4_096).log()),
-    ):
+    drawn = gaussian_points(4_096, 3, 5), torch.full((4_096,), 1 / 4_096).log()
+    for points, log_weight in (gaussian_grid(2, 20), drawn):
         weight = log_weight.exp().double()
         assert (weight @ points).abs().max() < 1e-3
         second = points.T @ (weight[:, None] * points)
@@ -213,7 +208,7 @@ def test_points_of_a_gaussian():
     assert not torch.equal(gaussian_points(8, 3, 5), gaussian_points(8, 3, 6))
 
 
-# --- The toy ------------------------------------------------------------------------------------------------------
+# --- The toy -----------------------------------------------------------------------------------------------------
 
 POOL = 20_000
 
@@ -229,51 +224,34 @@ def trained(toy: Toy) -> MaskedDiffusion:
     torch.manual_seed(0)
     sizes = TransformerConfig(width=32, heads=2, hidden=32, time_size=16)
     method = EMoEConfig(experts=4, t_low=1 / 64).build(toy.space, sizes)
-    adam, rng = torch.optim.Adam(method.parameters(), lr=3e-3), Rng(1)
-    knobs = {"relax_tau": torch.tensor(0.7), "kl_weight": torch.tensor(1.0)}
+    adam, rng, ramp = torch.optim.Adam(method.parameters(), lr=3e-3), Rng(1), ramp_of(method, torch.float32)
     for step in range(100):
-        rows = toy.rows[torch.randint(len(toy.rows), (256,), generator=torch.Generator().manual_seed(step))]
+        rows = toy.rows[torch.randint(len(toy.rows), (256,), generator=generator(step))]
         adam.zero_grad()
-        method(rows, knobs, rng.at(step)).total.backward()
+        method(rows, ramp, rng.at(step)).total.backward()
         adam.step()
     return method
 
 
-def histogram(rows: torch.Tensor) -> torch.Tensor:
-    return torch.bincount(rows[:, 0] * 50 + rows[:, 1], minlength=2_500)
-
-
 def test_samples_of_a_toy_model_follow_its_exact_law(toy: Toy, trained: MaskedDiffusion):
     laws = chain_laws(trained, [1, 2, 4])
-    data = histogram(toy.fresh(POOL, 3))
-    draw = torch.Generator().manual_seed(4)
     for steps, law in laws.items():
-        pool = trained.sample(POOL, steps, Rng(5))
-        share = validity_of_law(law, toy.support, toy.radius) / 100
-        seen = (nearest_distance(pool, toy.support) <= toy.radius).double().mean().item()
-        assert abs(seen - share) < 4 * math.sqrt(share * (1 - share) / POOL)
-        again = [
-            torch.multinomial(law.flatten(), POOL, True, generator=draw).bincount(minlength=2_500) for _ in range(20)
-        ]
-        overlaps = torch.stack([torch.minimum(one, data).sum() for one in again]).double() / POOL
-        mine = torch.minimum(histogram(pool), data).sum().item() / POOL
-        assert abs(mine - overlaps.mean().item()) < 4 * overlaps.std().item() * math.sqrt(1 + 1 / 20)
-        assert chi_square(histogram(pool), law) > ALPHA
-    assert (laws[1] - laws[4]).abs().sum() > 0.05  # sharp enough to see a wrong number of steps
+        rows = trained.sample(masks(trained, POOL), steps, Rng(5))
+        counts = torch.bincount(rows[:, 0] * 50 + rows[:, 1], minlength=2_500)
+        assert chi_square(counts, law) > ALPHA and 0 < validity_of_law(law, toy.support, toy.radius) < 100
+    assert (laws[1] - laws[4]).abs().sum() > 0.05  # large enough to find a wrong number of steps
 
 
-def test_toy_measurements(toy: Toy, trained: MaskedDiffusion):
-    data = toy.cell_probabilities()
-    found = toy_measurements(trained, toy, [1, 2])
-    for steps, items in found.items():
+def test_exact_rows_of_a_toy_run(toy: Toy, trained: MaskedDiffusion):
+    data, experiment = toy.cell_probabilities().double(), get_recipe("toy-8modes-emoe")
+    rows = exact_rows(trained, toy, experiment, [1, 2])
+    assert {(row.convention, row.stderr, row.n) for row in rows} == {("exact", None, None)} and len(rows) == 8
+    values = {(row.nfe, row.metric): row.value for row in rows}
+    for steps in (1, 2):
         law = chain_law(trained, steps)
-        values = {item.metric: item.value for item in items}
-        assert list(values) == ["validity", "overlap", "nll", "kl"]
-        assert all(item.stderr is None and item.n is None for item in items)
-        assert values["nll"] == pytest.approx(-(data * law.log()).sum().item(), abs=1e-10)
-        assert values["kl"] == pytest.approx((data * (data / law).log()).nansum().item(), abs=1e-10)
-        assert values["validity"] == validity_of_law(law, toy.support, toy.radius) and 0 < values["overlap"] < 100
+        assert values[steps, "nll"] == pytest.approx(-(data * law.log()).sum().item(), abs=1e-10)
+        assert values[steps, "kl"] == pytest.approx((data * (data / law).log()).nansum().item(), abs=1e-10)
+        assert values[steps, "validity"] == validity_of_law(law, toy.support, toy.radius)
+        assert 0 < values[steps, "overlap"] < 100
     vadd = VADDConfig(latent=3).build(toy.space, TransformerConfig(width=16, heads=2, hidden=16, time_size=8))
-    drawn = toy_measurements(vadd, toy, [1], samples=100, repeats=2)[1]
-    assert [item.metric for item in drawn] == ["validity", "overlap", "nll", "kl"]
-    assert all(item.stderr > 0 for item in drawn)
+    assert all(row.stderr > 0 for row in exact_rows(vadd, toy, experiment, [1]))

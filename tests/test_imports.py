@@ -1,4 +1,4 @@
-"""Who may import whom, what the engine may not know, and what must work without the packages that are optional."""
+"""The dependency rule, names that the engine must not use, and work without optional packages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from emoe.methods.base import MethodConfig
 PACKAGE = Path(emoe.__file__).parent
 
 BASE = ["config", "types", "rng", "ramps", "files", "console", "kernels"]
-EVERYTHING = ["*"]
+NETWORKS = [*BASE, "diffusion.*", "routing.*", "backbones.*"]
+RUNS = [*NETWORKS, "methods.*", "engine.*", "domains*", "experiment", "overrides", "recipes", "runs.*"]
+MEASURES = [*RUNS, "exact.*", "evaluation.*", "figures*", "reporting*"]
 
 # Module (the first pattern that fits) -> modules of the package that it may import; what fits the same pattern too,
 # if it ends in a star.
@@ -30,44 +33,32 @@ LAYERS: dict[str, list[str]] = {
     "config": [],
     "files": [],
     "console": [],
-    "kernels*": [],
-    "figures*": ["types", "console"],
     "types": [],
     "rng": [],
+    "kernels*": [],
     "ramps": ["config"],
+    "overrides": ["config"],
+    "migrate": ["config"],
     "metrics": ["types"],
     "diffusion*": BASE,
     "routing*": [*BASE, "diffusion.*"],
     "backbones*": [*BASE, "diffusion.*", "routing.*"],
-    "methods*": [*BASE, "diffusion.*", "routing.*", "backbones.*"],
+    "methods*": NETWORKS,
     "engine*": BASE,
+    "figures*": ["types", "console"],
     "domains*": [*BASE, "metrics"],
     "reporting*": ["files", "console", "figures*"],
-    "exact": [*BASE, "diffusion.*", "routing.*", "backbones.*", "methods.*"],
-    "evaluation.exact_toy": [
-        *BASE,
-        "exact",
-        "experiment",
-        "methods.*",
-        "domains.base",
-        "domains.toy*",
-        "evaluation.evaluate",
-        "evaluation.likelihood",
-        "reporting.results",
-    ],
-    "experiment": [*BASE, "engine.*", "backbones.base", "methods.base", "domains.base"],
-    "evaluation*": [*BASE, "experiment", "methods.base", "domains.base", "reporting.results"],
-    "completion": [*BASE, "experiment", "methods.base", "domains.base", "evaluation.pools"],
-    "recipes*": EVERYTHING,
-    "runs": EVERYTHING,
-    "pretrained": EVERYTHING,
-    "judges": EVERYTHING,
-    "verify": EVERYTHING,
-    "studies*": EVERYTHING,
-    "commands": EVERYTHING,
-    "cli": EVERYTHING,
-    "__init__": EVERYTHING,
-    "__main__": EVERYTHING,
+    "experiment": [*BASE, "overrides", "migrate", "engine.*", "backbones.base", "methods.base", "domains.base"],
+    "recipes*": [*NETWORKS, "methods.*", "engine.*", "domains*", "experiment"],
+    "runs.sampling": [*BASE, "diffusion.*", "engine.arithmetic", "methods.base"],
+    "exact*": [*NETWORKS, "methods.base", "runs.sampling"],
+    "evaluation*": [*RUNS, "exact.*", "reporting.results"],
+    "runs*": [*RUNS, "evaluation.likelihood", "evaluation.measure", "reporting.results", "reporting.provenance"],
+    "studies*": MEASURES,
+    "commands*": [*MEASURES, "studies*"],
+    "cli": ["commands", "config"],
+    "__init__": ["rng", "runs.*"],
+    "__main__": ["cli"],
 }
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 
@@ -107,12 +98,19 @@ def test_every_layer_of_the_table_exists() -> None:
 
 
 def test_methods_backbones_and_domains_do_not_know_each_other() -> None:
+    shared = {"methods.base", "methods.masked", "backbones.base", "backbones.layers", "backbones.attention"}
     for family in ("methods", "backbones"):
-        names = [name for name in MODULES if name.startswith(f"{family}.")]
-        shared = {f"{family}.base", f"{family}.layers"}
-        for name in names:
+        for name in [name for name in MODULES if name.startswith(f"{family}.")]:
             others = {one for one in own(MODULES[name]) if one.startswith(f"{family}.")} - shared
             assert others == set(), f"{name} imports {others}"
+
+
+def test_extras_that_messages_name_exist() -> None:
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {
+        name for path in MODULES.values() for name in re.findall(r"emoe\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
+    assert named and named <= set(project["optional-dependencies"])
 
 
 def kinds() -> set[str]:
@@ -139,7 +137,7 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_results_and_tables_work_without_torch(tmp_path: Path) -> None:
-    names = ["config", "ramps", "cli", "commands", *(name for name in MODULES if name.startswith("reporting."))]
+    names = ["config", "ramps", "cli", *(name for name in MODULES if name.startswith(("commands.", "reporting.")))]
     script = f"""
 import importlib, sys
 sys.modules.update(dict.fromkeys(["torch", "numpy", "matplotlib", "rich", "sklearn", "jaxtyping"]))
@@ -163,8 +161,8 @@ assert main(["--root", {str(PACKAGE.parents[1])!r}, "--check"]) == 0
 
 
 OPTIONAL = (
-    "tyro rich matplotlib sklearn scipy transformers pandas yaml pydantic tensorboard beartype wandb datasets psutil "
-    "hypothesis pytest omegaconf hydra lightning einops tqdm tokenizers accelerate triton mauve faiss"
+    "tyro cyclopts rich matplotlib sklearn scipy transformers pandas yaml pydantic tensorboard beartype wandb datasets "
+    "psutil hypothesis pytest omegaconf hydra lightning einops tqdm tokenizers accelerate triton mauve faiss"
 )
 
 WITHOUT = """
@@ -174,8 +172,7 @@ sys.modules.update(dict.fromkeys(optional))
 import numpy as np
 import torch
 from emoe.cli import main
-from emoe.evaluation.evaluate import evaluate
-from emoe.runs import load_run, train
+from emoe.runs.train import load_run, train
 
 torch.set_num_threads(1)
 np.save("rows.npy", np.arange(60).reshape(20, 3) % 6)
@@ -188,7 +185,7 @@ for method in "mdlm", "vadd", "emoe":
         recipe = domain + method
         run = train(recipe, "runs/" + recipe, settings=small | more, device="cpu")
         assert run.step == 3 and run.sample(5, 2).shape == (5, run.domain.space.length)
-        assert evaluate(run.method, run.domain, run.experiment)
+        assert run.evaluate()
         assert load_run("runs/" + recipe, device="cpu").step == 3
         assert main(["eval", "runs/" + recipe, "--device", "cpu"]) == 0
 assert main(["sample", "runs/rows-emoe", "--device", "cpu"]) == 0

@@ -1,21 +1,20 @@
-"""Named likelihoods are what they say: bounds bound, draws converge to enumerated values, weight 1 is no bound."""
+"""Named likelihoods: bounds hold, draws converge to enumerated values, ramps are those of the end of training."""
 
 from __future__ import annotations
 
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 from enumeration import Enumeration, gauss_legendre, single
+from torch import Tensor
 
-from emoe.cli import main
 from emoe.config import ConfigError
+from emoe.diffusion.masking import log_chosen, subs
 from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.evaluation.likelihood import (
     coordination_gain,
-    default_conventions,
     estimate_nll,
     factorised_nll,
     in_units,
@@ -23,12 +22,12 @@ from emoe.evaluation.likelihood import (
     passes,
 )
 from emoe.methods.emoe import EMoEConfig
+from emoe.methods.masked import Inferred, MaskedDiffusion, NoLatent
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADD, VADDConfig
-from emoe.reporting.results import Results
+from emoe.ramps import Constant, Decay, Exponential, Linear
 from emoe.rng import Rng
-from emoe.studies import two_bits
-from emoe.types import Convention, Measurement
+from emoe.types import Likelihood, Measurement, Noised
 
 # (size with the mask, length, experts, depth): everything up to V = 4, L = 3, E = 3, D = 2 with at most 81 routes.
 SIZES = [
@@ -53,17 +52,17 @@ class Quadrature(Enumeration):
         self.log_weight = torch.log_softmax(-self.points.square() / 2, 0)
         self.routes = self.points  # as many components as points
 
-    def tokens(self, rows: torch.Tensor, z: torch.Tensor, t: float) -> torch.Tensor:
+    def tokens(self, rows: Tensor, z: Tensor, t: float) -> Tensor:
         """log p(x^l | row, z) at every position as if it were masked, (B, R, L, V), for z (B, R)."""
         many = rows.repeat_interleave(z.shape[1], 0)
-        logits = self.method.backbone(many, torch.full((len(many),), t).double(), cond=z.reshape(-1, 1)).logits
+        logits = self.method.backbone.predict(many, torch.full((len(many),), t).double(), cond=z.reshape(-1, 1)).logits
         return torch.log_softmax(logits, -1).view(len(rows), z.shape[1], self.length, -1)
 
-    def read(self, rows, t, marks=None):
+    def read(self, rows, t):
         log_token = self.tokens(rows, self.points.expand(len(rows), -1), t)
         return self.log_weight.expand(len(rows), -1), log_token, []
 
-    def bound(self, steps: int) -> torch.Tensor:
+    def bound(self, steps: int) -> Tensor:
         """Prop. 3.1 with the encoder's Gaussian as posterior, for each clean row."""
         count, weight = len(self.patterns), self.log_weight.exp()
         x0, masked = self.clean.repeat_interleave(count, 0), self.patterns.repeat(len(self.clean), 1)
@@ -119,57 +118,28 @@ def test_bounds_hold_for_200_random_models(tiny, chunk: int):
             assert gap.abs().max() < 1e-9
 
 
-def test_vadd_bound_by_quadrature(tiny):
-    """One latent number: p by Gauss-Hermite under the prior, bound@1 by Gauss-Hermite under the posterior."""
-    nodes, weights = (torch.tensor(a) for a in np.polynomial.hermite_e.hermegauss(60))
-    weights = weights / weights.sum()
-    for seed in range(2):
-        method = tiny(VADDConfig(latent=1), size=3, mask_id=2, seed=seed)
-        x0 = Enumeration(method).clean
-        xt, t = torch.full_like(x0, 2), torch.ones(len(x0)).double()
-        with torch.no_grad():
-            mean, log_std = method.encoder(x0, t, xt == 2).chunk(2, -1)
-            token = {}
-            draws = {"prior": nodes[None].expand(len(x0), -1), "post": mean + log_std.exp() * nodes[None]}
-            for name, z in draws.items():
-                many, times = xt.repeat_interleave(60, 0), t.repeat_interleave(60)
-                logits = method.backbone(many, times, cond=z.reshape(-1, 1).double()).logits
-                log_p = torch.log_softmax(logits, -1).view(len(x0), 60, 2, 3)
-                token[name] = log_p.gather(-1, x0[:, None, :, None].expand(-1, 60, -1, 1)).squeeze(-1).sum(-1)
-        nll = -(token["prior"].exp() @ weights).log()
-        kl = 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum(-1)
-        bound = -(token["post"] @ weights) + kl
-        assert (bound - nll).min() >= -1e-9
-        drawn = method.nll_bound(x0.repeat(300, 1), Convention.parse("bound@1"), Rng(7)).view(300, -1)
-        assert ((drawn.mean(0) - bound).abs() < 4 * drawn.std(0) / math.sqrt(300) + 1e-9).all()
-        tight = method.nll_bound(x0.repeat(60, 1), Convention.parse("iw@1,64"), Rng(8)).view(60, -1)
-        assert (tight.mean(0) > nll - 4 * tight.std(0) / math.sqrt(60)).all() and (tight.mean(0) < bound + 1e-6).all()
-
-
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("config", [MDLMConfig(), EMoEConfig(experts=2), EMoEConfig(experts=2, kl_positions="masked")])
+@pytest.mark.parametrize("config", [MDLMConfig(), EMoEConfig(experts=2), VADDConfig(latent=1)], ids=lambda c: c.kind)
 def test_draws_of_the_bound_converge_to_its_enumerated_value(tiny, config, steps: int):
     method = tiny(config, size=3, mask_id=1, length=2)
-    exact = Enumeration(method)
+    exact = (Quadrature if isinstance(config, VADDConfig) else Enumeration)(method)
     with torch.no_grad():
         wanted = exact.bound(steps).mean().item()
     rows = exact.clean.repeat(500, 1)
-    seen = estimate_nll(method, rows, Convention("bound", steps), repeats=12, seed=3)
-    assert abs(seen.value - wanted) < 4 * seen.stderr + 1e-9 and seen.stderr < 0.05 * wanted
+    nll = estimate_nll(method, rows, Likelihood("bound", steps), repeats=12, seed=3)
+    assert abs(nll.value - wanted) < 4 * nll.stderr + 1e-9 and nll.stderr < 0.05 * wanted
 
 
 def test_objective_ignores_how_the_recipe_trains(tiny):
-    """Weight 1, all positions, t ~ U(0, 1]: against a quadrature over t, for a recipe that trains otherwise."""
-    method = tiny(
-        EMoEConfig(experts=2, kl_positions="masked", kl_weight=EMoEConfig().kl_weight, t_low=0.3), timeless=True
-    )
+    """Weight 1, all nats, t ~ U(0, 1]: against a quadrature over t, for a method that trains otherwise."""
+    method = tiny(EMoEConfig(experts=2, free_nats=9.0, kl_weight=Constant(value=0.1), t_low=0.3), timeless=True)
     exact, wanted = Enumeration(method), 0.0
     with torch.no_grad():
         for t, w in gauss_legendre(0.0, 1.0, 12):
             terms = exact.terms(t)
             wanted += w * (terms.recon() / t + terms.kl()).mean().item()
-    seen = estimate_nll(method, exact.clean.repeat(500, 1), Convention.parse("objective"), repeats=16, seed=5)
-    assert abs(seen.value - wanted) < 4 * seen.stderr and seen.stderr < 0.02 * wanted
+    nll = estimate_nll(method, exact.clean.repeat(500, 1), Likelihood.parse("objective"), repeats=16, seed=5)
+    assert abs(nll.value - wanted) < 4 * nll.stderr and nll.stderr < 0.02 * wanted
 
 
 @torch.no_grad()
@@ -180,71 +150,69 @@ def test_importance_weighting_tightens_the_bound(tiny):
     rows = exact.clean.repeat(150, 1)
     for steps in (1, 2):
         nll, bound = exact.nll(steps).mean().item(), exact.bound(steps).mean().item()
-        seen = [estimate_nll(method, rows, Convention("iw", steps, k), repeats=8, seed=k) for k in (1, 4, 32)]
-        assert abs(seen[0].value - bound) < 4 * seen[0].stderr
-        for looser, tighter in zip(seen, seen[1:], strict=False):
+        values = [estimate_nll(method, rows, Likelihood("iw", steps, k), repeats=8, seed=k) for k in (1, 4, 32)]
+        assert abs(values[0].value - bound) < 4 * values[0].stderr
+        for looser, tighter in zip(values, values[1:], strict=False):
             assert tighter.value < looser.value - 2 * (tighter.stderr + looser.stderr) or looser.value - nll < 0.02
-        assert seen[-1].value > nll - 4 * seen[-1].stderr
+        assert values[-1].value > nll - 4 * values[-1].stderr
         if steps == 1:
-            assert seen[-1].value - nll < 0.15 * (bound - nll)
+            assert values[-1].value - nll < 0.15 * (bound - nll)
 
 
-@pytest.mark.parametrize(("power", "share"), [(0, 1 / 3), (1, 1 / 2)])
-def test_two_equal_bits_fall_below_their_entropy(power: int, share: float):
-    """Optimised exactly, the objective reaches log(2)/3 and VADD's weighting log(2)/2; the entropy is log(2).
-
-    Both positions are masked with probability t^2; then the latent's bit costs log 2, once (weight 1) or 1/t times.
-    The study's sums are held against the enumeration of all routes and a quadrature over t.
-    """
-    method, least = two_bits.minimise(power, starts=(5,), updates=150)
-    assert math.log(2) * share - 1e-9 <= least < math.log(2) * share + 0.006
-    exact = Enumeration(method)
-    pairs = [i for i, row in enumerate(exact.clean.tolist()) if row[0] == row[1]]
-    wanted = 0.0
-    with torch.no_grad():
-        for t, w in gauss_legendre(0.0, 1.0, 4):
-            terms = exact.terms(t)
-            wanted += w * (terms.recon() / t + terms.kl() / t**power)[pairs].mean().item()
-        assert least == pytest.approx(wanted, abs=1e-10)
-        for steps in (1, 2, 4):  # the same model under bounds that are bounds
-            bound = exact.bound(steps)[pairs].mean().item()
-            assert two_bits.bound(method, steps) == pytest.approx(bound, abs=1e-10)
-            assert bound >= exact.nll(steps)[pairs].mean() >= math.log(2) - 1e-9
+# --- Ramps -------------------------------------------------------------------------------------------------------
 
 
-def test_two_equal_bits_as_a_command(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(two_bits, "STARTS", (5,))
-    monkeypatch.setattr(two_bits, "UPDATES", 60)
-    command = ["reproduce", "likelihood", "--device", "cpu", "--results", str(tmp_path), "--only"]
-    assert main([*command, "two-bits"]) == 0
-    results = Results.load(tmp_path / "likelihood.json")
-    assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["likelihood.json"]
-    assert {(row.task, row.data, row.metric) for row in results.rows} == {("likelihood", "two-bits", "nll")}
-    (entropy,) = results.select(method="data")
-    assert entropy.value == pytest.approx(math.log(2)) and len(results.rows) == 1 + 2 * (1 + 3 + 3)
-    assert all(row.value >= math.log(2) for row in results.select(convention=("exact", "bound@1", "bound@2")))
-    below = results.select(convention=("objective", "objective, KL/t"))
-    assert len(below) == 2 and all(row.value < math.log(2) for row in below)
-    capsys.readouterr()
-    assert main([*command, "bits"]) == 2 and "only: 'bits' is not known" in capsys.readouterr().err
+def test_final_ramps_are_the_end_values(tiny):
+    tau, power = Exponential(start=1.0, end=0.1, share=0.5), Linear(start=0.0, end=0.25, steps=1000)
+    config = EMoEConfig(experts=2, relax_tau=tau, kl_weight=Decay(rate=0.01, floor=0.2), kl_time_power=power)
+    values = {name: value.item() for name, value in tiny(config).final_ramp(torch.device("cpu")).items()}
+    assert values == pytest.approx({"relax_tau": 0.1, "kl_weight": 0.2, "kl_time_power": 0.25})
 
 
-def test_conventions_read_and_print():
+class Tempered(MaskedDiffusion):
+    """MDLM whose ramp is a temperature of its network."""
+
+    label = "Tempered"
+
+    def __init__(self, plain: MaskedDiffusion):
+        super().__init__(plain.config, plain.space, ramps={"temperature": Linear(start=1.0, end=2.0)})
+        self.backbone = plain.backbone
+
+    def infer(self, noised: Noised, ramp, rng: Rng) -> Inferred:
+        logits = self.backbone.predict(noised.xt, noised.t).logits / ramp["temperature"]
+        log_token = log_chosen(subs(logits, noised.xt, self.space.mask_id), noised.x0)
+        return Inferred(torch.where(noised.scored, log_token, 0.0), NoLatent(noised.t))
+
+
+@torch.no_grad()
+def test_likelihoods_use_the_ramps_of_the_end_of_training(tiny):
+    plain = tiny(MDLMConfig())
+    x0, bound = Enumeration(plain).clean, Likelihood("bound", 1)  # at T = 1 nothing is drawn: all masks at t = 1
+    logits = plain.backbone.predict(torch.ones_like(x0), torch.ones(len(x0))).logits
+    nll = {tau: -torch.log_softmax(logits / tau, -1).gather(-1, x0[..., None]).sum((1, 2)) for tau in (1, 2)}
+    assert torch.allclose(plain.nll(x0, bound, Rng(0)), nll[1]) and not torch.allclose(nll[1], nll[2], atol=1e-2)
+    assert torch.allclose(Tempered(plain).nll(x0, bound, Rng(0)), nll[2])
+
+
+# --- Names and units ---------------------------------------------------------------------------------------------
+
+
+def test_likelihoods_are_parsed_and_printed():
     for text in ("objective", "nelbo", "bound@64", "iw@4,64", "exact"):
-        assert str(Convention.parse(text)) == text and Convention.parse(text).bounds
+        assert str(Likelihood.parse(text)) == text and Likelihood.parse(text).bounds
     for text in ("bound", "bound@0", "iw@4", "iw@1,0", "elbo", "bound@-1", ""):
         with pytest.raises(ValueError, match="no likelihood"):
-            Convention.parse(text)
+            Likelihood.parse(text)
 
 
-def test_conventions_that_do_not_exist_are_refused(tiny):
+def test_likelihoods_that_do_not_exist_are_refused(tiny):
     x0 = torch.zeros(4, 2, dtype=torch.long)
     with pytest.raises(ConfigError, match="nelbo is defined without a latent only"):
-        tiny().nll_bound(x0, Convention.parse("nelbo"), Rng(0))
+        tiny().nll(x0, Likelihood.parse("nelbo"), Rng(0))
     with pytest.raises(ConfigError, match="not estimated by draws"):
-        tiny().nll_bound(x0, Convention.parse("exact"), Rng(0))
+        tiny().nll(x0, Likelihood.parse("exact"), Rng(0))
     with pytest.raises(ConfigError, match="all tokens masked"):
-        tiny(EMoEConfig(experts=2, schedule=LogLinearSchedule())).nll_bound(x0, Convention.parse("bound@2"), Rng(0))
+        tiny(EMoEConfig(experts=2, schedule=LogLinearSchedule())).nll(x0, Likelihood.parse("bound@2"), Rng(0))
 
 
 def test_units_and_coordination_gain(tiny):
@@ -256,10 +224,10 @@ def test_units_and_coordination_gain(tiny):
     assert factorised == pytest.approx(2 * math.log(2), abs=1e-3)
     perfect = Measurement("nll", math.log(2), 0.0, 10)
     assert coordination_gain(perfect, factorised, 2).value == pytest.approx(0.5 * math.log(2), abs=1e-3)
-    names = [str(c) for c in default_conventions(tiny())]
-    assert "nelbo" not in names and "nelbo" in [str(c) for c in default_conventions(tiny(MDLMConfig()))]
-    names, told = [Convention.parse("bound@1"), Convention.parse("iw@2,3")], []
-    found = likelihoods(tiny(), train, train[:100] * 2, names, tick=lambda *what: told.append(what))
-    assert [item.metric for _, item in found] == ["nll", "bpd", "ppl", "coordination_gain", "nll", "bpd", "ppl"]
-    assert told == [(1, "bound@1")] * 8 + [(3, "iw@2,3")] * 4
-    assert sum(map(passes, names)) == sum(size for size, _ in told) == 8 + 12
+    assert "nelbo" not in tiny().likelihoods() and "nelbo" in tiny(MDLMConfig()).likelihoods()
+    names, ticks = [Likelihood.parse("bound@1"), Likelihood.parse("iw@2,3")], []
+    measurements = likelihoods(tiny(), train, train[:100] * 2, names, tick=lambda *what: ticks.append(what))
+    metrics = ["nll", "bpd", "ppl", "coordination_gain", "nll", "bpd", "ppl"]
+    assert [item.metric for _, item in measurements] == metrics
+    assert ticks == [(1, "bound@1")] * 8 + [(3, "iw@2,3")] * 4
+    assert sum(map(passes, names)) == sum(size for size, _ in ticks) == 8 + 12

@@ -1,4 +1,4 @@
-"""docs/paper_map.md keeps its word: functions exist and cite their equation, tests exist, nothing is left out."""
+"""docs/paper_map.md: functions exist and cite their equation, tests exist, no equation is missing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def citations(text: str) -> set[str]:
-    """Everything a docstring cites, ranges and lists opened: "Eq. 2-3 and 14" is {"Eq. 2", "Eq. 3", "Eq. 14"}."""
-    found = set()
+    """All citations of a docstring, ranges and lists expanded: "Eq. 2-3 and 14" is {"Eq. 2", "Eq. 3", "Eq. 14"}."""
+    cited = set()
     for kind, numbers in re.findall(r"\b(Eq|Algo)\. (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)", text):
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", numbers):
-            found |= {f"{kind}. {n}" for n in range(int(first), int(last or first) + 1)}
-    return found
+            cited |= {f"{kind}. {n}" for n in range(int(first), int(last or first) + 1)}
+    return cited
 
 
 def has_test(name: str) -> bool:
@@ -59,7 +59,7 @@ def test_every_equation_with_code_is_in_the_map():
     assert {row[0] for row in EQUATIONS} == WANTED
 
 
-def test_citations_are_read_as_people_write_them():
+def test_citations_are_parsed_in_their_usual_forms():
     assert citations("x (Eq. 2-3 and 13-14), y") == {"Eq. 2", "Eq. 3", "Eq. 13", "Eq. 14"}
     assert citations("Eq. 4-6, Algo. 1-2") == {"Eq. 4", "Eq. 5", "Eq. 6", "Algo. 1", "Algo. 2"}
     assert citations("(Eq. 6, 9), and Algo. 1, line 3") == {"Eq. 6", "Eq. 9", "Algo. 1"}

@@ -31,7 +31,9 @@ case "$*" in
     echo "a line of the installer"
     exit ${{FAKE_STATUS:-0}} ;;
   *"-m emoe"*) echo "ran $*" ;;
-  *"-m pytest"*) echo "ran $* with $OMP_NUM_THREADS thread, $PYTHONPATH" ;;
+  *"-m ruff"* | *"-m mypy"* | *"-m codespell"* | *"-m pytest"*)
+    echo "ran $* with $OMP_NUM_THREADS thread, $PYTHONPATH"
+    [ -z "$FAKE_BROKEN" ] || case "$*" in *"$FAKE_BROKEN"*) exit 3 ;; esac ;;
   *) exec "{sys.executable}" "$@" ;;
 esac
 """
@@ -212,8 +214,13 @@ def test_system_mode_runs_the_source_tree(tree: Tree) -> None:
     assert not tree.venv.exists()
 
 
-def test_continuous_integration_runs_the_same_command(tree: Tree) -> None:
+@pytest.mark.parametrize("broken", ["", "-m mypy", "-m pytest"])
+def test_continuous_integration_runs_lint_and_tests_and_fails_with_either(tree: Tree, broken: str) -> None:
     shutil.copytree(ROOT / ".ci", tree.root / ".ci")
-    result = subprocess.run([tree.root / ".ci" / "run", "-q"], env=tree.env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "-m pytest" in result.stdout
+    command = [tree.root / ".ci" / "run", "-q"]
+    result = subprocess.run(command, env=tree.env | {"FAKE_BROKEN": broken}, capture_output=True, text=True)
+    assert result.returncode == bool(broken), result.stderr
+    ran = [line.split(" with ")[0] for line in result.stdout.splitlines()]
+    tools = ["ruff format --check", "ruff check", "mypy", "codespell_lib"]
+    assert ran[:4] == [f"ran -m {tool}" for tool in tools]
+    assert len(ran) == 5 and ran[4].startswith("ran -m pytest") and ran[4].endswith("-q")

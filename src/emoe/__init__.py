@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from emoe.runs.run import Run as Run
     from emoe.runs.train import load_run as load_run
     from emoe.runs.train import train as train
+else:  # a type checker knows the names above only
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'emoe' has no attribute {name!r}")
+
 
 __version__ = "0.2.0"
 _HOMES = {
@@ -26,9 +33,3 @@ _HOMES = {
     "train": "emoe.runs.train",
 }
 __all__ = ["Rng", "Run", "__version__", "from_pretrained", "load_run", "train"]
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'emoe' has no attribute {name!r}")

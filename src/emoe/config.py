@@ -28,9 +28,11 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 class ConfigError(ValueError):
     """One or more faults of a configuration, a line each: `field: what is wrong; what is allowed`."""
 
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else problems
+        super().__init__("\n".join(self.problems))
 
 
 def option(
@@ -132,11 +134,12 @@ class Family(Config):
         if package is not None:
             cls.package, cls.members, cls.shared = package, {}, shared
         if kind:
-            other = cls.members.get(kind, cls)
-            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigError(
-                    [f"kind: {kind!r} is already {other.__module__}.{other.__qualname__}; choose another name"]
-                )
+            inside = cls.__module__.startswith(cls.package)
+            # The package's own module of this kind may not be imported yet when a script defines the same kind.
+            other = cls.members.get(kind, cls) if inside or kind not in cls.known_kinds() else cls.resolve(kind)
+            names = [f"{each.__module__}.{each.__qualname__}" for each in (other, cls)]
+            if names[0] != names[1]:
+                raise ConfigError([f"kind: {kind!r} is both {names[0]} and {names[1]}; choose another name for one"])
             cls.kind = kind
             cls.members[kind] = cls
 

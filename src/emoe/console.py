@@ -24,7 +24,7 @@ class Progress:
         total: Last step.
         start: Step the loop begins at; speed is measured from there.
         label: First word of the display.
-        stream: Where it goes; standard error unless told.
+        stream: The stream to write to; default: standard error.
         quiet: Show nothing.
     """
 
@@ -153,7 +153,7 @@ def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0)
 
 @contextlib.contextmanager
 def tick_calls(module: nn.Module, tick: Tick) -> Iterator[None]:
-    """Tell `tick` of every forward call of a module; of a backbone every evaluation of the network."""
+    """Call `tick` after every forward call of a module; of a backbone every evaluation of the network."""
     handle = module.register_forward_hook(lambda *_: tick(1, ""))
     try:
         yield
@@ -172,8 +172,8 @@ def console_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title
         return
     tall = any("\n" in cell for row in rows for cell in row)
     table = Table(title=title or None, title_justify="left", show_lines=tall)
-    for place, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
+    for column, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if column else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
     # Never narrower than the table: squeezed into a small window rich cuts digits off.
@@ -186,7 +186,7 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     lines = [[cell.replace("\n", " ") for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
-        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in pairs).rstrip()
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in pairs).rstrip()
         for pairs in (enumerate(zip(line, widths, strict=True)) for line in lines)
     ]
     text.insert(1, "  ".join("-" * width for width in widths))

@@ -20,7 +20,7 @@ from emoe.engine.optim import OptimConfig
 from emoe.files import replace_file
 from emoe.methods.base import Method, MethodConfig, SamplerConfig
 from emoe.migrate import SCHEMA, migrate
-from emoe.overrides import differences, neutral_fields, override
+from emoe.overrides import as_text, differences, neutral_fields, override
 from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
@@ -106,19 +106,10 @@ def customise(experiment: Experiment, settings: Mapping[str, object]) -> Experim
     neutral = neutral_fields(experiment) | neutral_fields(changed) | {"seed"}
     moved = [path for path in differences(experiment, changed) if path not in neutral]
     words = [
-        f"{name.replace('_', '-')}={_as_text(value)}"
+        f"{name.replace('_', '-')}={as_text(value)}"
         for name, value in sorted(settings.items())
         if any(f"{path}.".startswith(f"{name.replace('-', '_')}.") for path in moved)
     ]
     if not words or "name" in settings:
         return changed
     return dataclasses.replace(changed, name=" ".join([experiment.name, *words]))
-
-
-def _as_text(value: object) -> str:
-    """A value as it is written on a command line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple):
-        return ",".join(map(_as_text, value))
-    return json.dumps(value).replace('"', "'") if isinstance(value, Mapping) else str(value).lower()

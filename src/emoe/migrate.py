@@ -6,6 +6,7 @@ each backbone, and several experimental options existed. Those that are gone are
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,24 +40,23 @@ def migrate(data: Mapping[str, Any], schema: object) -> dict[str, Any]:
         return dict(data)
     if schema != 1:
         raise ConfigError([f"schema {schema!r} is not known to this version (it reads 1 to {SCHEMA})"])
-    tree = {name: dict(part) if isinstance(part, Mapping) else part for name, part in data.items()}
+    tree = copy.deepcopy(dict(data))
+    sections = {name: part for name, part in tree.items() if isinstance(part, dict)}  # `from_dict` refuses others
     problems: list[str] = []
     for section, fields in DROPPED.items():
-        part = tree.get(section, {})
         for name, neutral in fields.items():
-            _drop(part, name, neutral, problems, section)
-    method = tree.get("method", {})
+            _drop(sections.get(section, {}), name, neutral, problems, section)
+    method, backbone, train = (sections.get(name, {}) for name in ("method", "backbone", "train"))
     if method.get("kind") == "emoe":
         _emoe(method, problems)
-    backbone = tree.get("backbone", {})
     router = {name: backbone.pop(f"router_{name}") for name in ROUTER if f"router_{name}" in backbone}
     if router:
-        backbone["router"] = router | ({"bias": backbone.get("kind") != "dit"} if "bias" not in router else {})
-    sampler = tree.get("eval", {}).get("sampler", {})
-    if sampler.get("kind") == "cached":  # the same law, with less work
-        tree["eval"]["sampler"] = {**sampler, "kind": "plain"}
-    if "stop_when_dead" in tree.get("train", {}):
-        tree["train"]["stop_on_collapse"] = tree["train"].pop("stop_when_dead")
+        backbone["router"] = {"bias": backbone.get("kind") != "dit"} | router
+    sampler = sections.get("eval", {}).get("sampler")
+    if isinstance(sampler, dict) and sampler.get("kind") == "cached":  # the same law, with less work
+        sampler["kind"] = "plain"
+    if "stop_when_dead" in train:
+        train["stop_on_collapse"] = train.pop("stop_when_dead")
     if problems:
         raise ConfigError(problems)
     return tree
@@ -77,7 +77,7 @@ def _emoe(method: dict[str, Any], problems: list[str]) -> None:
     _drop(old, "gradient", "none", problems, "method")
     method["compare"] = {
         "estimator": old["estimator"],
-        "draws": old["draws"],
+        "draws": old.get("draws", 1),
         "credit": old.get("credit", "row"),
         "in_turn": old.get("carriers") == "spread",
         "sum_last": old.get("last_block") == "summed",
@@ -85,6 +85,7 @@ def _emoe(method: dict[str, Any], problems: list[str]) -> None:
 
 
 def _drop(part: dict[str, Any], name: str, neutral: Any, problems: list[str], section: str) -> None:
+    """Remove an option; it is a problem if it had an effect."""
     value = part.pop(name, neutral)
     if value != neutral:
         problems.append(f"{section}.{name}: the option is gone, and this run has {value!r}; open it with version 0.1")

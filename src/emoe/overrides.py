@@ -46,6 +46,17 @@ def differences(old: Config, new: Config) -> dict[str, str]:
     return {key: f"{a.get(key)!r} -> {b.get(key)!r}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
 
 
+def as_text(value: object) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Config):
+        return as_text(to_dict(value))
+    if isinstance(value, list | tuple):
+        return ",".join(map(as_text, value))
+    return json.dumps(value).replace('"', "'") if isinstance(value, Mapping) else str(value).lower()
+
+
 def field_hint(name: str, fields: list[str]) -> str:
     """`hint` for a dotted field: the same last word elsewhere, something close in its group, something close."""
     group, _, last = name.rpartition(".")
@@ -89,9 +100,9 @@ def override(config: C, settings: Mapping[str, object]) -> C:
 
 def _parse(annotation: Any, text: str) -> Any:
     """Turn the text of a command-line value into a JSON value of the annotated type (checked by `convert`)."""
+    if type(None) in alternatives(annotation) and text.lower() in ("none", "null"):
+        return None
     for kind in alternatives(annotation):
-        if kind is type(None) and text.lower() in ("none", "null"):
-            return None
         if kind is bool and text.lower() in ("true", "yes", "on", "false", "no", "off"):
             return text.lower() in ("true", "yes", "on")
         if get_origin(kind) is tuple:

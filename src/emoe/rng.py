@@ -55,8 +55,8 @@ class Rng:
     def part(self, number: int, parts: int) -> Rng:
         """Streams of one of the parts that this rank's rows are cut into: those of rank r * parts + number.
 
-        The draws of a step are thus a function of (seed, step, place of the part in the whole batch): two ranks of one
-        part each draw what one rank draws for its two parts. One part is this Rng itself.
+        The draws of a step are thus a function of (seed, step, position of the part in the whole batch): two ranks of
+        one part each draw what one rank draws for its two parts. One part is this Rng itself.
         """
         if parts == 1:
             return self

@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Tokens = Int[Tensor, "B L"]
+Positions = Bool[Tensor, "B L"]
+PerRow = Float[Tensor, " B"]
+Logits = Float[Tensor, "B L V"]
+RouterLogits = Float[Tensor, "B P E"]
+Ramps = Mapping[str, Tensor]  # values of a method's ramps at a step
+
 
 @dataclass(frozen=True)
 class TokenSpace:
@@ -61,7 +68,7 @@ class Gate:
     draws: int = 1
 
 
-Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
+Route = Callable[[int, RouterLogits], Gate]
 """A route policy: (block d, router logits) -> Gate. Posterior, prior and ablations are policies, not code paths."""
 
 
@@ -69,11 +76,11 @@ Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
 class Noised:
     """What lines 3-4 of Algo. 1 draw, and how the loss weights it."""
 
-    x0: Int[Tensor, "B L"]
-    xt: Int[Tensor, "B L"]
-    t: Float[Tensor, " B"]
-    scored: Bool[Tensor, "B L"]  # tokens whose NLL counts: all masked ones, or the set R that a step reveals
-    weight: Float[Tensor, " B"]  # of that NLL: w(t), or T a_i, or T for a set R
+    x0: Tokens
+    xt: Tokens
+    t: PerRow
+    scored: Positions  # tokens whose NLL counts: all masked ones, or the set R that a step reveals
+    weight: PerRow  # of that NLL: w(t), or T a_i, or T for a set R
     kl_weight: float = 1.0  # of the KL in a likelihood: 1 in the objective, T in bound@T
 
     def repeated(self, draws: int) -> Noised:
@@ -108,13 +115,13 @@ class StepEvent:
     """A reverse step as a sampler reports it: x after the step, the revealed positions and the latent that was drawn.
 
     The latent is a tuple of gates, a latent vector, or None without a latent. Rows that a step did not run have
-    expert -1 or a vector of zeros.
+    expert -1 or a vector of zeros; if it ran none, there is no latent.
     """
 
     step: int
     time: float
-    x: Int[Tensor, "B L"]
-    revealed: Bool[Tensor, "B L"]
+    x: Tokens
+    revealed: Positions
     latent: Any
 
 

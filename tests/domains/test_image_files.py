@@ -1,4 +1,4 @@
-"""Files of images: what is read, what is refused and how, where they are looked for, how they are fetched."""
+"""Files of MNIST: format, refusals, folders, checksums and download."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ def idx(values: np.ndarray, *, kind: int = 0x08, zeros: bytes = b"\0\0") -> byte
     return head + values.astype(np.uint8).tobytes()
 
 
-def npy(values: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
-
-
 def write(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -41,7 +35,6 @@ def write(path: Path, content: bytes) -> Path:
 
 
 VALUES = np.arange(24).reshape(2, 3, 4)
-BITS = np.random.default_rng(0).integers(256, size=(5, 98), dtype=np.uint8)
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
@@ -52,6 +45,7 @@ def test_reads_idx_of_any_shape(tmp_path, pack, shape):
     assert read.dtype == np.uint8 and np.array_equal(read, values)
 
 
+ZIPPED = gzip.compress(idx(VALUES))
 BAD_IDX = {
     "empty": (b"", "is no IDX file, it begins with nothing"),
     "another format": (b"\x89PNG\r\n\x1a\n" * 9, "is no IDX file, it begins with 89 50 4e 47"),
@@ -63,6 +57,9 @@ BAD_IDX = {
     "trailing bytes": (idx(VALUES) + b"x", "goes on after the 24 values its header promises"),
     "too large": (b"\0\0\x08\2" + struct.pack(">2I", 2**16, 2**15), "promises 2,147,483,648 bytes, more than 1,073,"),
     "huge": (b"\0\0\x08\xff" + b"\xff" * 1020, "more than 1,073,741,824"),
+    "gzip cut off": (ZIPPED[:-9], "cannot be read, damaged or cut off"),
+    "gzip sum": (ZIPPED[:-5] + bytes([ZIPPED[-5] ^ 1]) + ZIPPED[-4:], "cannot be read, damaged or cut off"),
+    "gzip squashed": (ZIPPED[:12] + b"\xff" * 8 + ZIPPED[20:], "cannot be read, damaged or cut off"),
 }
 
 
@@ -70,28 +67,18 @@ BAD_IDX = {
 @pytest.mark.parametrize("case", BAD_IDX)
 def test_refuses_bad_idx(tmp_path, case, pack):
     content, message = BAD_IDX[case]
+    if case.startswith("gzip") and pack is gzip.compress:
+        message = "is no IDX file"
     path = write(tmp_path / "bad-idx", pack(content))
     with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + message + ".*; (delete|save) it"):
         files.read_idx(path)
 
 
-def test_refuses_damaged_gzip(tmp_path):
-    whole = gzip.compress(idx(VALUES))
-    flipped = bytearray(whole)
-    flipped[-5] ^= 1  # the check sum
-    squashed = whole[:12] + b"\xff" * 8 + whole[20:]
-    for content in (whole[:-9], whole[:15], bytes(flipped), squashed):
-        path = write(tmp_path / "x.gz", content)
-        with pytest.raises(DataError, match=r"x\.gz: cannot be read, damaged or cut off .*; delete it"):
-            files.read_idx(path)
-
-
-@pytest.mark.parametrize("read", [files.read_idx, files.read_packed])
-def test_a_missing_path_and_a_folder(tmp_path, read):
+def test_a_missing_path_and_a_folder(tmp_path):
     with pytest.raises(DataError, match=r"none: does not exist"):
-        read(tmp_path / "none")
+        files.read_idx(tmp_path / "none")
     with pytest.raises(DataError, match="cannot be read"):
-        read(tmp_path)
+        files.read_idx(tmp_path)
 
 
 def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
@@ -104,84 +91,27 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
     assert max(asked) == 25 and min(asked) > 0
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-def test_reads_packed_bits(tmp_path, pack):
-    bits = files.read_packed(write(tmp_path / "x", pack(npy(BITS))))
-    assert bits.shape == (5, 784) and bits.dtype == np.uint8
-    assert np.array_equal(bits[:, :8] @ (1 << np.arange(7, -1, -1)), BITS[:, 0])
-
-
-class Stranger:
-    def __reduce__(self):
-        return (print, ("code was run",))
-
-
-PICKLED = np.empty((1, 98), dtype=object)
-PICKLED[:] = Stranger()
-BAD_PACKED = {
-    "no array": (b"abc", "cannot be read"),
-    "cut off": (npy(BITS)[:-1], "cannot be read"),
-    "trailing": (npy(BITS) + b"x", "goes on after its array"),
-    "columns": (npy(BITS[:, :97]), r"holds uint8 of shape \(5, 97\), not uint8 of shape \(N, 98\)"),
-    "axes": (npy(BITS.reshape(-1)), r"shape \(490,\)"),
-    "type": (npy(BITS.astype(np.int16)), r"holds int16 of shape \(5, 98\)"),
-    "promises": (npy(BITS).replace(b"(5, 98), }  ", b"(5000, 98),}"), "cannot be read"),
-    "pickle": (npy(PICKLED), "cannot be read.*allow_pickle"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PACKED)
-def test_refuses_bad_packed_bits(tmp_path, case, capsys):
-    content, message = BAD_PACKED[case]
-    path = write(tmp_path / "bad.npy.gz", gzip.compress(content))
-    with pytest.raises(DataError, match=re.escape(str(path)) + ".*" + message):
-        files.read_packed(path)
-    assert capsys.readouterr().out == ""
-
-
-def test_refuses_an_archive_in_place_of_packed_bits(tmp_path):
-    np.savez(tmp_path / "x.npz", BITS)
-    with pytest.raises(DataError, match="holds an archive, not uint8"):
-        files.read_packed(tmp_path / "x.npz")
-
-
 # --- the published files
-
-
-def known(content: bytes) -> tuple[bytes, Known]:
-    """A gzipped file of that content with its entry in the table."""
-    zipped = gzip.compress(content, mtime=0)
-    sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
-    return zipped, Known(len(zipped), sums[0], len(content), sums[1])
 
 
 @pytest.fixture
 def small(monkeypatch) -> dict[str, bytes]:
     """A table in which the four files are tiny; name -> gzipped content."""
-    made = {}
+    contents = {}
     for number, name in enumerate(ORIGINAL):
-        made[f"{name}.gz"], entry = known(idx(np.full(50, number)))
-        monkeypatch.setitem(KNOWN, name, entry)
-    return made
-
-
-def test_the_table_is_consistent():
-    assert {*files.ORIGINAL, *files.STATIC} == KNOWN.keys()
-    sums = [text for entry in KNOWN.values() for text in (entry.sha256, entry.raw_sha256)]
-    assert len(set(sums)) == 2 * len(KNOWN) and all(re.fullmatch("[0-9a-f]{64}", text) for text in sums)
-    counts = {files.TRAIN_IMAGES: 60_000 * 784 + 16, files.TRAIN_LABELS: 60_000 + 8}
-    counts |= {files.TEST_IMAGES: 10_000 * 784 + 16, files.TEST_LABELS: 10_000 + 8}
-    counts |= {files.STATIC_TRAIN: 50_000 * 98 + 128, files.STATIC_TEST: 10_000 * 98 + 128}
-    assert {name: entry.raw_size for name, entry in KNOWN.items()} == counts
+        content = idx(np.full(50, number))
+        zipped = contents[f"{name}.gz"] = gzip.compress(content, mtime=0)
+        sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
+        monkeypatch.setitem(KNOWN, name, Known(len(zipped), sums[0], len(content), sums[1]))
+    return contents
 
 
 def test_a_file_of_a_known_name_must_be_the_published_one(tmp_path, small):
     name = ORIGINAL[0]
     zipped = write(tmp_path / f"{name}.gz", small[f"{name}.gz"])
     plain = write(tmp_path / name, gzip.decompress(small[f"{name}.gz"]))
-    files.verify(zipped)
-    files.verify(plain)
     for path in (zipped, plain):
+        files.verify(path)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
@@ -193,43 +123,31 @@ def test_a_file_of_a_known_name_must_be_the_published_one(tmp_path, small):
     files.verify(write(tmp_path / "another-name.gz", b"anything"))
 
 
-def test_finds_files_below_the_root(tmp_path):
-    name = ORIGINAL[0]
-    root = tmp_path / "data"
+def test_finds_files_below_the_root_and_says_what_is_missing(tmp_path, monkeypatch):
+    name, root = ORIGINAL[1], tmp_path / "data"
     order = [root / name, root / f"{name}.gz", root / "mnist" / name, root / "mnist" / f"{name}.gz"]
     for path in order:  # later ones are preferred
         write(path, b"")
         assert files.find(root, [name]) == {name: path}
-
-
-def test_says_what_is_missing_and_where_it_looked(tmp_path):
-    write(tmp_path / "mnist" / ORIGINAL[1], b"")
     with pytest.raises(DataError) as caught:
-        files.find(tmp_path, ORIGINAL)
+        files.find(root)
     text = str(caught.value)
-    assert all((f"{name}[.gz]" in text) == (name != ORIGINAL[1]) for name in ORIGINAL)
-    assert str(tmp_path / "mnist") in text
-    assert all(word in text for word in ("--data-root", "--domain.root", "EMOE_DATA", "emoe data mnist"))
+    assert all((f"{missing}[.gz]" in text) == (missing != name) for missing in ORIGINAL)
+    words = (str(root / "mnist"), "--data-root", "--domain.root", "EMOE_DATA", "emoe data mnist")
+    assert all(word in text for word in words)
     with pytest.raises(DataError, match="no data folder is named"):
-        files.find(None, ORIGINAL)
-    with pytest.raises(DataError, match="binarized_mnist_train") as caught:
-        files.find(tmp_path, files.STATIC)
-    assert "emoe data" not in str(caught.value)  # nobody offers that set for download
+        files.find(None)
 
 
 def test_the_data_root(tmp_path, monkeypatch):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EMOE_DATA", raising=False)
     assert files.data_root() is None
-    (here / "data").mkdir()
-    assert files.data_root().resolve() == here / "data"
+    (tmp_path / "data").mkdir()
+    assert files.data_root().resolve() == tmp_path / "data"
     monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
-    assert files.data_root() == tmp_path / "env"
-    assert files.data_root("told") == Path("told")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert files.data_root("~/told") == tmp_path / "told"
+    assert files.data_root() == tmp_path / "env" and files.data_root("~/given") == tmp_path / "given"
 
 
 # --- downloads, from a server on this machine
@@ -263,65 +181,56 @@ def test_downloads_the_four_files_once(tmp_path, mirror, small):
     for name, content in small.items():
         write(mirror / name, content)
     seen = []
-    done = files.download_mnist(tmp_path / "data", on_progress=lambda *event: seen.append(event))
-    assert {path.name: path.read_bytes() for path in done} == small
+    paths = files.download_mnist(tmp_path / "data", on_progress=lambda *event: seen.append(event))
+    assert {path.name: path.read_bytes() for path in paths} == small
     assert seen == [(name, len(content), len(content)) for name, content in small.items()]
-    assert left(tmp_path / "data") == sorted(small)
-    assert files.find(tmp_path / "data", ORIGINAL).keys() == set(ORIGINAL)
+    assert left(tmp_path / "data") == sorted(small) and files.is_complete(tmp_path / "data")
     seen.clear()
-    done[2].write_bytes(b"damaged")
+    paths[2].write_bytes(b"damaged")
     files.download_mnist(tmp_path / "data", on_progress=lambda *event: seen.append(event))
-    assert [name for name, *_ in seen] == [done[2].name]
-    assert done[2].read_bytes() == small[done[2].name]
+    assert [name for name, *_ in seen] == [paths[2].name]
+    assert paths[2].read_bytes() == small[paths[2].name]
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", b"x" * 200_000], ids=["nothing", "a page", "too long"])
+@pytest.mark.parametrize("content", [None, b"", b"<html>", b"x" * 200_000], ids=["404", "nothing", "a page", "long"])
 def test_a_download_of_something_else_leaves_nothing(tmp_path, mirror, small, content):
-    write(mirror / f"{ORIGINAL[0]}.gz", content)
-    with pytest.raises(DataError, match=r"not the published file \([\d,]+ bytes in place of \d+\); .* by hand"):
+    path = mirror / f"{ORIGINAL[0]}.gz"
+    if content is None:
+        message = r"cannot be downloaded .*404.*put train-images-idx3-ubyte\.gz, .* by hand"
+    else:
+        write(path, content)
+        message = r"not the published file \([\d,]+ bytes in place of \d+\); .* by hand"
+    with pytest.raises(DataError, match=message):
         files.download_mnist(tmp_path / "data")
-    assert left(tmp_path / "data") == []
-    write(mirror / f"{ORIGINAL[0]}.gz", bytes(len(small[f"{ORIGINAL[0]}.gz"])))
+    write(path, bytes(len(small[path.name])))
     with pytest.raises(DataError, match="another sha256"):
         files.download_mnist(tmp_path / "data")
     assert left(tmp_path / "data") == []
 
 
-def test_a_download_that_fails_says_what_to_do(tmp_path, mirror, small):
-    with pytest.raises(DataError, match=r"cannot be downloaded .*404.*put train-images-idx3-ubyte\.gz, .* by hand"):
-        files.download_mnist(tmp_path / "data")
-    assert left(tmp_path / "data") == []
-
-
-def test_without_a_network(tmp_path, monkeypatch, small):
+def test_without_a_network_or_a_folder(tmp_path, monkeypatch, small):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
         port = server.server_port  # nobody listens there once it is closed
     monkeypatch.setattr(files, "MIRROR", f"http://127.0.0.1:{port}/")
     monkeypatch.setattr(urllib.request, "_opener", urllib.request.build_opener(urllib.request.ProxyHandler({})))
     with pytest.raises(DataError, match="cannot be downloaded .*refused.*by hand"):
         files.download_mnist(tmp_path)
+    with pytest.raises(DataError, match="cannot be made .*; choose another --data-root"):
+        files.download_mnist(write(tmp_path / "file", b""))
 
 
 class Broken(io.BytesIO):
     """A line that breaks off after the first block."""
 
-    def __init__(self, error: BaseException):
-        super().__init__(b"x" * 10)
-        self.error = error
-
     def read(self, size: int | None = -1) -> bytes:
-        block = super().read(size)
-        if not block:
-            raise self.error
-        return block
+        if block := super().read(size):
+            return block
+        raise TimeoutError("timed out")
 
 
 def test_a_line_that_breaks_leaves_no_partial_file(tmp_path, small):
     with pytest.raises(DataError, match=r"cannot be downloaded .*\(timed out\)"):
-        files.download_mnist(tmp_path, fetch=lambda url: Broken(TimeoutError("timed out")))
-    assert left(tmp_path) == []
-    with pytest.raises(KeyboardInterrupt):
-        files.download_mnist(tmp_path, fetch=lambda url: Broken(KeyboardInterrupt()))
+        files.download_mnist(tmp_path, fetch=lambda url: Broken(b"x" * 10))
     assert left(tmp_path) == []
 
 
@@ -353,10 +262,9 @@ def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeyp
     ("words", "code", "fragment"),
     [
         ("mnits", 2, "data: 'mnits' is not known; did you mean 'mnist'?"),
-        ("pack", 2, "out: give the folder to write into: --out DIR"),
-        ("mnist --out x", 2, "out: is for pack; use --data-root"),
-        ("", 2, "arguments are required: mnist|pack"),
-        ("pack --out x", 3, "missing train-images-idx3-ubyte[.gz]"),
+        ("pack", 2, "data: 'pack' is not known; allowed: mnist, prepare"),
+        ("mnist --out x", 2, "--out"),
+        ("", 2, "arguments are required: mnist|prepare"),
         ("mnist --data-root file", 3, "cannot be made"),
     ],
 )
@@ -368,9 +276,3 @@ def test_refused_by_the_data_command(tmp_path, monkeypatch, capsys, words, code,
     shown = capsys.readouterr()
     assert fragment in shown.err and not shown.out and shown.err.count("\n") == 1
     assert left(tmp_path) == ["file"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    write(tmp_path / "file", b"")
-    with pytest.raises(DataError, match="cannot be made .*; choose another --data-root"):
-        files.download_mnist(tmp_path / "file")

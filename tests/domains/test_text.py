@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -16,13 +17,15 @@ from emoe.cli import main
 from emoe.config import ConfigError, from_dict, to_dict
 from emoe.domains.base import DataError, DomainConfig, ShuffledRows
 from emoe.domains.text.data import Text, TextConfig
-from emoe.domains.text.metrics import distinct, unigram_entropy
 from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.runs import load_run
+from emoe.types import TokenSpace
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", "##x", ".", ",", "'", "s", "$", "中"]
+SPACE = TokenSpace(size=len(WORDS), mask_id=4, length=6)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +51,18 @@ def whole(folder: Path, split: str) -> torch.Tensor:
 
 
 def test_the_set_as_a_domain(text, folder):
-    assert (text.space.size, text.space.mask_id, text.space.length) == (len(WORDS), 4, 6)
+    assert text.space == SPACE
     assert text.name == "set" and text.task == "text" and text.fresh_rows == len(whole(folder, "test"))
     assert text.rows.dtype == torch.uint16 and torch.equal(text.rows.long(), whole(folder, "train"))
     valid = TextConfig(path=str(folder), held_out="valid").build(0)
     assert torch.equal(valid.test_rows.long(), whole(folder, "valid"))
+    config = TextConfig(path="sets/elsewhere")  # the name is that of the config wherever the set is
+    assert Text(config, folder).name == "elsewhere" and torch.equal(Text(config, folder).rows, text.rows)
+
+
+def test_a_set_is_hashed_once(text, folder):
+    assert text.sha256 == hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
+    assert text.sha256 == TextConfig(path=str(folder), verify=False).build(0).sha256  # of the rows
 
 
 def test_the_kind_is_known_by_name(folder):
@@ -75,7 +85,9 @@ def test_fresh_rows_are_held_out_rows_without_repetition(text, folder):
     drawn = text.fresh(text.fresh_rows, 1)
     assert sorted(drawn.tolist()) == sorted(whole(folder, "test").tolist())
     assert torch.equal(text.fresh(5, 1), drawn[:5]) and not torch.equal(text.fresh(5, 2), drawn[:5])
-    with pytest.raises(DataError, match=r"set: 1,000 rows that were not trained on are asked for, but there are"):
+    with pytest.raises(
+        DataError, match=r"set: 1,000 rows that were not trained on are asked for, but the held-out split has"
+    ):
         text.fresh(1000, 0)
 
 
@@ -113,27 +125,59 @@ def test_what_is_done_to_rows_does_not_reach_the_file(tmp_path):
     assert (folder / "train.bin").read_bytes()[:256] == bytes(256)
 
 
-def test_text_of_rows(text):
-    rows = torch.tensor([[2, 5, 13, 6, 14, 4], [13, 6, 16, 17, 15, 18]])
-    assert text.decode(rows) == ["[CLS] ax b. [MASK]", "x b's, $"]
-
-
-def test_measures_are_exact(text):
+def test_measures(text):
     rows = torch.tensor([[5, 5, 5, 5, 5, 5], [5, 6, 7, 8, 9, 10], [5, 6, 5, 6, 5, 6]])
-    assert unigram_entropy(rows).tolist() == pytest.approx([0.0, math.log(6), math.log(2)])
-    assert distinct(rows, 1).tolist() == pytest.approx([100 / 6, 100, 200 / 6])
-    assert distinct(rows, 2).tolist() == pytest.approx([20, 100, 40])
     found = {item.metric: item for item in text.measure(rows)}
     assert found["entropy"].value == pytest.approx((math.log(6) + math.log(2)) / 3) and found["entropy"].n == 3
     assert found["repetition"].value == pytest.approx((200 / 3 + 0 + 100 / 3) / 3)
     assert found["distinct_2"].value == pytest.approx(160 / 3)
     assert found["distinct_2"].stderr == pytest.approx(np.std([20, 100, 40], ddof=1) / 3**0.5)
+    assert found["copied"].value == 0
 
 
-def test_entropy_is_that_of_the_counts():
-    rows = torch.randint(0, 9, (20, 40), generator=torch.Generator().manual_seed(0))
-    shares = torch.stack([torch.bincount(row, minlength=9) / 40 for row in rows]).double()
-    assert torch.allclose(unigram_entropy(rows), -torch.special.xlogy(shares, shares).sum(1))
+# --- decoding
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("[CLS] a ##x b . [MASK]", "[CLS] ax b. [MASK]"),
+        ("##x b ' s , $", "##x b's, $"),  # a row that begins inside a word
+        ("##x ##x a", "##xx a"),
+        ("a ' small b n ' t", "a'small bn't"),  # spaces before and after a lone apostrophe go, whatever follows
+        ("' a ' b ? ! . 5", "' a'b?!. 5"),
+        ("he ' re ' ' , . ,", "he're'',.,"),
+    ],
+)
+def test_decoding_closes_up_as_hugging_face_does(words: str, shown: str) -> None:
+    pieces = tuple(dict.fromkeys(words.split()))
+    vocabulary = Vocabulary(Path("vocab.txt"), "", pieces, {})
+    assert vocabulary.decode([pieces.index(piece) for piece in words.split()]) == shown
+
+
+def hugging_face(pieces: list[str]) -> str:
+    """BertTokenizer.decode: the WordPiece decoder of `tokenizers`, then clean_up_tokenization of `transformers`."""
+    text = tokenizers.decoders.WordPiece(prefix="##", cleanup=True).decode(pieces)
+    for old in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(old, old.strip())
+    return text
+
+
+PIECES = [*WORDS, "?", "!", "m", "t", "n", "ve", "re", "do", "not", "##", "##s", "##'", "5"]
+
+
+@pytest.mark.parametrize("name", ["own", "bert"])
+def test_decoding_of_random_rows_equals_that_of_the_library(name: str, data_root) -> None:
+    vocabulary = Vocabulary(Path("vocab.txt"), "", tuple(PIECES), {})
+    if name == "bert":
+        file = "tokenizers/bert-base-uncased/vocab.txt"
+        vocabulary = read_vocabulary(data_root([file]) / file)
+    draw = np.random.default_rng(1)
+    common = [i for i, word in enumerate(vocabulary.words) if word in {*PIECES, "the", "##ing", "it", "don"}]
+    for number in range(3_000):
+        ids = draw.integers(vocabulary.size, size=24)
+        ids = np.where(draw.random(24) < 0.7, draw.choice(common, 24), ids) if number % 2 else ids
+        assert vocabulary.decode(ids.tolist()) == hugging_face([vocabulary.words[i] for i in ids])
 
 
 def test_picture_shows_any_text(text, tmp_path):
@@ -193,8 +237,10 @@ def test_sets_that_cannot_be_used(folder, tmp_path):
     with pytest.raises(DataError, match=r"has no valid rows, only train, test"):
         TextConfig(path=str(other), held_out="valid").build(0)
     (other / "vocab.txt").write_text("[UNK]\n[CLS]\n[MASK]\n")
-    with pytest.raises(DataError, match=r"vocab.txt: is not the tokenizer the set was made with"):
-        TextConfig(path=str(other)).build(0).decode(torch.zeros(1, 6, dtype=torch.long))
+    bad = TextConfig(path=str(other))
+    for use in (lambda: bad.build(0).decode(torch.zeros(1, 6, dtype=torch.long)), lambda: bad.read_given("a", SPACE)):
+        with pytest.raises(DataError, match=r"vocab.txt: is not the tokenizer the set was made with; prepare it again"):
+            use()
 
 
 # --- a run
@@ -208,8 +254,8 @@ def test_a_model_is_trained_sampled_and_measured(folder, tmp_path, capsys):
     samples = load_run(run, device="cpu").sample(5, 2)
     assert samples.shape == (5, 6) and (samples != 4).all()
     capsys.readouterr()
-    told = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
-    assert main(["eval", run, *told]) == 0
+    options = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
+    assert main(["eval", run, *options]) == 0
     found = {row["metric"]: row for row in json.loads(capsys.readouterr().out)}
     assert {"entropy", "distinct_1", "distinct_2", "repetition", "nll", "ppl"} <= set(found)
     assert found["entropy"]["task"] == "text" and found["entropy"]["data"] == "set"

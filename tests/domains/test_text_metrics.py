@@ -11,9 +11,12 @@ from emoe.domains.text import metrics
 from emoe.domains.text.metrics import KnownRows, distinct, measure_rows, pool_distinct, unigram_entropy
 
 
-def test_entropy_of_constant_and_of_all_different_rows():
+def test_entropy_is_that_of_the_counts():
     rows = torch.stack([torch.full((128,), 7), torch.arange(128)])
     assert unigram_entropy(rows).tolist() == pytest.approx([0.0, math.log(128)], abs=1e-12)
+    rows = torch.randint(0, 9, (20, 40), generator=torch.Generator().manual_seed(0))
+    shares = torch.stack([torch.bincount(row, minlength=9) / 40 for row in rows]).double()
+    assert torch.allclose(unigram_entropy(rows), -torch.special.xlogy(shares, shares).sum(1))
 
 
 def plain(row: list[int], size: int) -> list[tuple[int, ...]]:

@@ -3,60 +3,55 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from processes import outcome
+from small import UNET, Settings, trained
 
 from emoe.evaluation.likelihood import estimate_nll
-from emoe.evaluation.pools import draw_pool
-from emoe.experiment import Experiment, customise
-from emoe.recipes import get_recipe
-from emoe.runs import train
-from emoe.types import Convention
+from emoe.types import Likelihood
 
-AR = {"method": "ar", "backbone.causal": "true"}
-BD3LM = {"method": "bd3lm", "method.block": "2", "method.t-low": "0.1"}
-METHODS = pytest.mark.parametrize("settings", [AR, BD3LM], ids=lambda settings: settings["method"])
+AR: Settings = {"method": "ar", "backbone.causal": True}
+BD3LM: Settings = {"method": "bd3lm", "method.block": 2, "method.t_low": 0.1}
+DIT: Settings = {
+    "backbone": "dit", "backbone.width": 32, "backbone.heads": 2, "backbone.depth": 2, "backbone.hidden": 64,
+    "backbone.cond_size": 16, "backbone.time_size": 16, "backbone.dropout": 0, "train.batch": 64, "optim.lr": 5e-3,
+}  # fmt: skip
 
 
-def experiment(folder: Path, settings: dict[str, str]) -> Experiment:
-    """64 rows in a file that count in steps of 1 to 4, modulo 5, and a small DiT."""
+@pytest.fixture
+def rows(tmp_path: Path) -> Settings:
+    """A small DiT on 64 rows that count in steps of 1 to 4, modulo 5."""
     n = np.arange(64)[:, None]
-    np.save(folder / "rows.npy", (n + (n // 5 % 4 + 1) * np.arange(6)) % 5)
-    small = {
-        "domain.path": str(folder / "rows.npy"), "backbone": "dit", "backbone.width": "32", "backbone.heads": "2",
-        "backbone.depth": "2", "backbone.hidden": "64", "backbone.cond-size": "16", "backbone.time-size": "16",
-        "backbone.dropout": "0", "train.batch": "64", "train.precision": "fp32", "optim.lr": "5e-3",
-    }  # fmt: skip
-    return customise(get_recipe("rows-mdlm"), small | settings)
+    np.save(tmp_path / "rows.npy", (n + (n // 5 % 4 + 1) * np.arange(6)) % 5)
+    return DIT | {"domain.path": str(tmp_path / "rows.npy")}
 
 
-@pytest.mark.parametrize(
-    ("settings", "convention", "nfe"), [(AR, "exact", 6), (BD3LM, "nelbo", 12)], ids=["ar", "bd3lm"]
-)
-def test_rows_are_learned_by_heart(settings: dict[str, str], convention: str, nfe: int, tmp_path: Path):
+@pytest.mark.parametrize(("method", "likelihood", "nfe"), [(AR, "exact", 6), (BD3LM, "nelbo", 12)], ids=["ar", "bd3lm"])
+def test_rows_are_learned_by_heart(method: Settings, likelihood: str, nfe: int, rows: Settings, tmp_path: Path) -> None:
     """20 different rows have 3 nats; free symbols would have 6 log 5 = 9.7."""
-    run = train(experiment(tmp_path, settings | {"train.steps": "200"}), tmp_path / "run", device="cpu", quiet=True)
-    rows = run.domain.rows.long()
-    known, counts = rows.unique(dim=0, return_counts=True)
+    run = trained("rows-mdlm", tmp_path / "run", rows | method | {"train.steps": 200})
+    clean = run.domain.rows.long()
+    known, counts = clean.unique(dim=0, return_counts=True)
     share = counts / counts.sum()
     entropy, free = -(share * share.log()).sum().item(), 6 * math.log(5)
-    nll = estimate_nll(run.method, rows.repeat(20, 1), Convention.parse(convention)).value
+    nll = estimate_nll(run.method, clean.repeat(20, 1), Likelihood.parse(likelihood)).value
     assert entropy - 0.1 < nll < entropy + 0.1 * (free - entropy)
-    drawn = draw_pool(run.method, 200, nfe, seed=0).samples
+    drawn = run.sample(200, nfe)
     assert (drawn[:, None] == known).all(-1).any(-1).double().mean() > 0.8
 
 
-@METHODS
-def test_a_resumed_run_is_the_same_run(settings: dict[str, str], tmp_path: Path):
-    whole = experiment(tmp_path, settings | {"backbone.dropout": "0.1", "train.steps": "8", "train.save-every": "4"})
-    weights = train(whole, tmp_path / "whole", device="cpu", quiet=True).method.state_dict()
-    train(whole, tmp_path / "parts", device="cpu", quiet=True)
-    newest = max((tmp_path / "parts" / "checkpoints").glob("step-*"))
-    for path in sorted(newest.rglob("*"), reverse=True):
-        path.unlink()
-    newest.rmdir()
-    again = train(whole, tmp_path / "parts", resume=True, device="cpu", quiet=True).method.state_dict()
-    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+@pytest.mark.parametrize("method", [AR, BD3LM, UNET], ids=["ar", "bd3lm", "unet"])
+def test_a_resumed_run_is_the_same_run(method: Settings, rows: Settings, tmp_path: Path) -> None:
+    recipe, network = (
+        ("rows-emoe", UNET) if method is UNET else ("rows-mdlm", rows | {"backbone.dropout": 0.1} | method)
+    )
+    settings = network | {"train.steps": 8, "train.save_every": 4}
+    trained(recipe, tmp_path / "whole", settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000000008")
+    trained(recipe, tmp_path / "parts", settings, resume=True)
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "parts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -10,23 +9,27 @@ import os
 import pickle
 import random
 import resource
-import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Server
 from torch import Tensor
 
-import emoe
 from emoe import files as storage
 from emoe.config import ConfigError
 from emoe.engine import checkpoint, tensorfile
 from emoe.engine.checkpoint import NewerSchemaError, StorageError
 
 Groups = dict[str, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 def make_state(seed: int) -> Groups:
@@ -53,17 +56,12 @@ def save(root: Path, step: int, keep: int = 3, **options: Any) -> Path:
     return checkpoint.save(root, step, make_state(step), {"seed": step, "lr": 0.1}, keep, **options)
 
 
-def assert_state(found: checkpoint.Checkpoint | None, step: int) -> None:
-    assert found is not None and found.step == step and found.meta == {"seed": step, "lr": 0.1}
+def assert_state(saved: checkpoint.Checkpoint | None, step: int) -> None:
+    assert saved is not None and saved.step == step and saved.meta == {"seed": step, "lr": 0.1}
     wanted = make_state(step)
-    assert {group: set(members) for group, members in found.tensors.items()} == {
-        group: set(members) for group, members in wanted.items()
-    }
-    for group, members in wanted.items():
-        for name, tensor in members.items():
-            got = found.tensors[group][name]
-            assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape), name
-            assert tensorfile.to_bytes({"x": got}) == tensorfile.to_bytes({"x": tensor}), name
+    assert saved.tensors.keys() == wanted.keys()
+    for group, tensors in wanted.items():  # equal bytes: dtypes, shapes, nan and -0 too
+        assert tensorfile.to_bytes(saved.tensors[group]) == tensorfile.to_bytes(tensors), group
 
 
 def steps(root: Path) -> list[int]:
@@ -116,17 +114,19 @@ def test_shards_respect_the_limit(tmp_path: Path) -> None:
     assert loaded.keys() == big.keys() and all(torch.equal(loaded[name], big[name]) for name in big)
 
 
-def test_loaded_tensors_are_writable_and_groups_can_be_left_out(tmp_path: Path) -> None:
+def test_loaded_tensors_are_writable_and_groups_load_alone(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
-    found = checkpoint.load(path, torch.device("cpu"), groups=["ema"])
-    assert set(found.tensors) == {"ema"}
-    found.tensors["ema"]["weight"].add_(1)
+    weights = checkpoint.load(path, torch.device("cpu"), groups=["ema"]).tensors
+    assert set(weights) == {"ema"}
+    weights["ema"]["weight"].add_(1)
     assert_state(checkpoint.load(path), 3)
-
-
-def test_nothing_saved_is_none(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "absent") is None
+    (path / "optim.safetensors").unlink()  # nor are the files of other groups looked at
+    opened = checkpoint.load_latest(tmp_path, groups=["model", "ema"])
+    assert opened is not None and set(opened.tensors) == {"model", "ema"} and opened.meta["seed"] == 3
+    assert checkpoint.latest(tmp_path) is checkpoint.latest(tmp_path / "absent") is None
     assert checkpoint.load_latest(tmp_path / "absent") is None
+    with pytest.raises(StorageError, match=r"no checkpoint can be read: .*lacks optim.safetensors"):
+        checkpoint.load_latest(tmp_path)
 
 
 # ---- which ones stay
@@ -149,6 +149,9 @@ def test_damaged_ones_do_not_count_and_the_last_valid_one_stays(tmp_path: Path) 
     assert steps(tmp_path) == [1, 2, 3, 4, 5]  # valid: 1 and 5
     save(tmp_path, 6, keep=2)
     assert steps(tmp_path) == [5, 6]
+    before = [(entry.name, entry.stat().st_mtime_ns) for entry in tmp_path.glob("step-000000006/*")]
+    checkpoint.save(tmp_path, 6, make_state(99), {}, 2)  # a valid one of the same step is left alone
+    assert before == [(entry.name, entry.stat().st_mtime_ns) for entry in tmp_path.glob("step-000000006/*")]
 
 
 def test_damaged_later_steps_never_push_out_the_new_one(tmp_path: Path) -> None:
@@ -164,17 +167,10 @@ def test_damaged_later_steps_never_push_out_the_new_one(tmp_path: Path) -> None:
     assert_state(checkpoint.load(path), 8)
 
 
-def test_saving_a_valid_step_again_changes_nothing(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    before = [(entry.name, entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in sorted(path.iterdir())]
-    assert checkpoint.save(tmp_path, 1, make_state(99), {}, 2) == path
-    assert before == [(e.name, e.stat().st_mtime_ns, e.stat().st_ino) for e in sorted(path.iterdir())]
-
-
-def test_sweep_spares_a_living_writer(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for pid in (dead.pid, os.getppid(), os.getpid()):
+def test_sweep_spares_a_living_writer(tmp_path: Path, server: Server) -> None:
+    dead = server.start("", None)
+    server.wait(dead)
+    for pid in (dead, os.getppid(), os.getpid()):
         (tmp_path / f".tmp-5-{pid}").mkdir()
     storage.prepare(tmp_path)
     assert leftovers(tmp_path) == [f".tmp-5-{os.getppid()}"]
@@ -182,114 +178,48 @@ def test_sweep_spares_a_living_writer(tmp_path: Path) -> None:
 
 # ---- kills
 
-STAGES = (
-    "ema.safetensors",
-    "model.safetensors",
-    "optim.safetensors",
-    "before-manifest",
-    "manifest.json",
-    "before-rename",
-    "after-rename",
-)
+FILES = ("ema.safetensors", "model.safetensors", "optim.safetensors", "manifest.json")
+STAGES = (*FILES, "before-manifest", "before-rename", "after-rename")
 
-CHILDREN = """
-import json, os, resource, sys
+SAVE = """
+import resource
 from pathlib import Path
-from test_checkpoint import STAGES, checkpoint, save
-
-
-def in_child(work):
-    child = os.fork()
-    if child == 0:
-        os._exit(work() or 0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def killed(stage):
-    os.environ["EMOE_FAULT"] = "save:" + stage
-    save(root / stage, 2)
-
-
-def limited(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    try:
-        save(root / "full", 2)
-    except checkpoint.StorageError as error:
-        return error.exit_code if str(root / "full") in str(error) else 1
-
-
-root, codes = Path(sys.argv[1]), {}
-for stage in STAGES:
-    save(root / stage, 1)
-    codes[stage] = in_child(lambda: killed(stage))
-sizes = sorted(entry.stat().st_size for entry in save(root / "full", 1).iterdir())
-for size in [10, *sizes]:
-    codes[size] = in_child(lambda: limited(size - 1))
-print(json.dumps(codes))
+from test_checkpoint import StorageError, save
+unlimited = resource.RLIM_INFINITY
+resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.get("limit", unlimited), unlimited))
+try:
+    save(Path(arguments["root"]), 2)
+except StorageError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    print(error)
+    code = error.exit_code
 """
 
 
-@pytest.fixture(scope="module")
-def children(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """Saves in forked children of one fresh process (importing torch is slow): folder and exit codes."""
-    root = tmp_path_factory.mktemp("children")
-    paths = [str(Path(emoe.__file__).parents[1]), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", CHILDREN, str(root)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return root, json.loads(done.stdout)
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_at_every_stage_of_a_save(children: tuple[Path, dict[str, int]], stage: str) -> None:
-    root = children[0] / stage
-    assert children[1][stage] == 137
+def test_a_kill_at_every_stage_of_a_save(stage: str, server: Server, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert server.wait(server.start(SAVE, {"root": str(tmp_path)}, EMOE_FAULT=f"save:{stage}")) == 137
     survivor = 2 if stage == "after-rename" else 1
-    assert steps(root) == [1, 2][:survivor]
-    assert len(leftovers(root)) == (0 if stage == "after-rename" else 1)
-    assert_state(checkpoint.load_latest(root), survivor)
-    save(root, 3)
-    assert not leftovers(root)
-    assert_state(checkpoint.load_latest(root), 3)
+    assert steps(tmp_path) == [1, 2][:survivor]
+    assert len(leftovers(tmp_path)) == (0 if stage == "after-rename" else 1)
+    assert_state(checkpoint.load_latest(tmp_path), survivor)
+    save(tmp_path, 3)
+    assert not leftovers(tmp_path)
+    assert_state(checkpoint.load_latest(tmp_path), 3)
 
 
 # ---- storage that fails
 
 
-def test_a_file_size_limit_is_a_storage_error(children: tuple[Path, dict[str, int]]) -> None:
-    root = children[0] / "full"
-    codes = [code for name, code in children[1].items() if name not in STAGES]
-    assert codes == [5] * 5  # too small for anything, then for each of the four files
-    assert steps(root) == [1] and not leftovers(root)
-    assert_state(checkpoint.load_latest(root), 1)
-
-
-@pytest.mark.parametrize("victim", [*STAGES[:3], "manifest.json", "folder"])
-def test_disk_full_at_each_file(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    write, sync = storage.write_synced, storage.sync_folder
-    full = OSError(errno.ENOSPC, "No space left on device")
-
-    def failing_write(path: Path, data: bytes) -> None:
-        write(path, data[: len(data) // 2] if path.name == victim else data)
-        if path.name == victim:
-            raise full
-
-    def failing_sync(folder: Path) -> None:
-        if victim == "folder":
-            raise full
-        sync(folder)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_synced", failing_write)
-        patch.setattr(storage, "sync_folder", failing_sync)
-        with pytest.raises(StorageError, match=r"step 2, \d+ bytes needed .*No space left") as caught:
-            save(tmp_path, 2)
-    assert str(tmp_path) in str(caught.value) and caught.value.exit_code == 5
-    assert steps(tmp_path) == [1] and not leftovers(tmp_path)
-    assert_state(checkpoint.load_latest(tmp_path), 1)
-    assert_state(checkpoint.load(save(tmp_path, 2)), 2)
+def test_a_file_size_limit_at_each_file_is_a_storage_error(server: Server, tmp_path: Path) -> None:
+    sizes = sorted(entry.stat().st_size for entry in save(tmp_path, 1).iterdir())
+    for size in [10, *sizes]:  # too small for anything, then for each of the four files
+        pid = server.start(SAVE, {"root": str(tmp_path), "limit": size - 1})
+        assert server.wait(pid) == 5
+        assert str(tmp_path) in server.text(pid) and "bytes needed" in server.text(pid)
+        assert steps(tmp_path) == [1] and not leftovers(tmp_path)
+        assert_state(checkpoint.load_latest(tmp_path), 1)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
@@ -298,14 +228,11 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     for attempt in (lambda: save(root, 1), lambda: storage.prepare(root)):
         with pytest.raises(StorageError, match="checkpoints"):
             attempt()
-
-
-def test_what_is_no_json_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         checkpoint.save(tmp_path, 1, make_state(1), {"bad": object()}, 2)
     with pytest.raises(ValueError, match="letters"):
         checkpoint.save(tmp_path, 1, {"../model": {}}, {}, 2)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [root]
 
 
 # ---- damage
@@ -335,16 +262,17 @@ def test_one_flipped_bit_is_never_loaded(tmp_path: Path, caplog: pytest.LogCaptu
     assert_state(checkpoint.load_latest(tmp_path), 2)
 
 
-@pytest.mark.parametrize("name", [*STAGES[:3], "manifest.json"])
-@pytest.mark.parametrize("left", [0, 1, 7, 100, -1])
-def test_truncated_files_fall_back(tmp_path: Path, name: str, left: int) -> None:
-    older, newer = save(tmp_path, 1), save(tmp_path, 2)
-    (newer / name).write_bytes((newer / name).read_bytes()[:left])
-    assert checkpoint.latest(tmp_path) == older
-    assert_state(checkpoint.load_latest(tmp_path), 1)
-    with pytest.raises(StorageError, match=name):
-        checkpoint.load(newer)
-    assert_state(checkpoint.load(save(tmp_path, 2)), 2)  # the damaged folder is replaced
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_files_fall_back(tmp_path: Path, name: str) -> None:
+    older = save(tmp_path, 1)
+    for left in (0, 1, 7, 100, -1):
+        newer = save(tmp_path, 2)
+        assert_state(checkpoint.load(newer), 2)  # the damaged folder is replaced
+        (newer / name).write_bytes((newer / name).read_bytes()[:left])
+        assert checkpoint.latest(tmp_path) == older
+        assert_state(checkpoint.load_latest(tmp_path), 1)
+        with pytest.raises(StorageError, match=name):
+            checkpoint.load(newer)
 
 
 def test_missing_files_are_named_and_extra_ones_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -353,16 +281,11 @@ def test_missing_files_are_named_and_extra_ones_ignored(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         assert_state(checkpoint.load(path), 1)
     assert "notes.txt" in caplog.text
-    (path / "ema.safetensors").unlink()
-    (path / "optim.safetensors").unlink()
-    with pytest.raises(StorageError, match=r"lacks ema.safetensors, optim.safetensors"):
-        checkpoint.load(path)
-    with pytest.raises(StorageError, match="no checkpoint can be read"):
-        checkpoint.load_latest(tmp_path)
-    shutil.rmtree(path)
-    path.mkdir()
-    with pytest.raises(StorageError, match="manifest.json"):
-        checkpoint.load(path)
+    for missing, message in ((FILES[:1], "lacks ema.safetensors;"), (FILES[1:], "manifest.json")):
+        for name in missing:
+            (path / name).unlink()
+        with pytest.raises(StorageError, match=message):
+            checkpoint.load(path)
 
 
 def test_a_newer_schema_is_refused_and_not_skipped(tmp_path: Path) -> None:
@@ -395,21 +318,17 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     plain = pickle.dumps(Payload(canary))
     torch.save(Payload(canary), tmp_path / "model.pt")
-    zipped = (tmp_path / "model.pt").read_bytes()
-    assert zipped[:2] == b"PK"
-    for index, data in enumerate((plain, zipped, pickle.dumps(Payload(canary), protocol=0))):
-        for name in ("model.safetensors", "model.pt", "model.ckpt", "../model.safetensors"):
+    zipped, harmless = (tmp_path / "model.pt").read_bytes(), tensorfile.to_bytes({"x": torch.zeros(1)})
+    for index, data in enumerate((plain, zipped, pickle.dumps(Payload(canary), protocol=0), harmless)):
+        for name in ("model.safetensors", "model.pt", "../model.safetensors", "model.safetensors\n"):
             folder = forge(tmp_path / f"root{index}" / "step-000000001", name, data)
-            with pytest.raises(StorageError, match="never loaded"):
-                checkpoint.load(folder)
-            with pytest.raises(StorageError):
-                checkpoint.load_latest(folder.parent)
+            if data is harmless and name == "model.safetensors":
+                continue
+            for load, path in ((checkpoint.load, folder), (checkpoint.load_latest, folder.parent)):
+                with pytest.raises(StorageError, match="never loaded"):
+                    load(path)
     with pytest.raises(StorageError, match="never loaded"):
         checkpoint.load(tmp_path / "model.pt")
-    harmless = tensorfile.to_bytes({"x": torch.zeros(1)})
-    for name in ("model.pt", "../model.safetensors", "model.safetensors\n"):  # right contents, wrong name
-        with pytest.raises(StorageError, match="not safetensors"):
-            checkpoint.load(forge(tmp_path / "step-000000001", name, harmless))
     assert not canary.exists()
     pickle.loads(plain)  # the payload does work where pickles are trusted
     assert canary.exists()
@@ -452,14 +371,7 @@ def test_malformed_tensor_files_are_refused(tmp_path: Path, attack: str) -> None
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"files": []},
-        {"files": {"a.safetensors": {}}},
-        {"step": "x"},
-        {"meta": 3},
-        {"schema": "1"},
-        {"step": None},
-    ],
+    [{"files": []}, {"files": {"a.safetensors": {}}}, {"step": "x"}, {"meta": 3}, {"schema": "1"}, {"step": None}],
 )
 def test_malformed_manifests_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = forge(tmp_path / "step-000000001", "model.safetensors", tensorfile.to_bytes({}), **changes)

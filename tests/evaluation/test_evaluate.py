@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from emoe.evaluation.evaluate import make_row, method_name
+from emoe.evaluation.exact_toy import is_drawn, law_work, laws
 
 from emoe import console as progress
 from emoe.cli import main
-from emoe.evaluation.evaluate import make_row, method_name
-from emoe.evaluation.exact_toy import is_drawn, law_work, laws
 from emoe.exact import chain_laws, repeated_laws
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.vadd import VADDConfig

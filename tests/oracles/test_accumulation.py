@@ -7,24 +7,27 @@ part after part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from steps import generator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from emoe.config import ConfigError
 from emoe.diffusion.times import stratified_times
-from emoe.engine.optim import OptimConfig, ema_decay
+from emoe.engine.fit import TrainConfig
+from emoe.engine.optim import OptimConfig
 from emoe.engine.stepper import Stepper
-from emoe.engine.trainer import TrainConfig
-from emoe.methods.base import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.emoe import EMoEConfig
+from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Constant
 from emoe.rng import Rng
+from emoe.routing.compare import CompareConfig
 
 STEPS, BATCH = 4, 12
 OPTIM = OptimConfig(lr=1e-2, eps=1e-6, clip=0.5, schedule="constant")
@@ -32,7 +35,7 @@ CONFIGS: dict[str, MaskedDiffusionConfig] = {
     "mdlm": MDLMConfig(),
     "vadd": VADDConfig(),
     "emoe": EMoEConfig(experts=5, relax_tau=Constant(value=0.7)),
-    "emoe-draws": EMoEConfig(experts=5, estimator="vimco", gradient="none", draws=3, elbo_power=Constant(value=1.0)),
+    "emoe-draws": EMoEConfig(experts=5, compare=CompareConfig(draws=3), kl_time_power=Constant(value=1.0)),
 }
 Tiny = Callable[..., MaskedDiffusion]
 
@@ -63,8 +66,8 @@ class DrawnInParts(TorchFunctionMode):
 
 def batches(method: MaskedDiffusion, step: int) -> Tensor:
     symbols = [symbol for symbol in range(method.space.size) if symbol != method.space.mask_id]
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.tensor(symbols)[torch.randint(len(symbols), (BATCH, method.space.length), generator=generator)]
+    rows = torch.randint(len(symbols), (BATCH, method.space.length), generator=generator(100 + step))
+    return torch.tensor(symbols)[rows]
 
 
 def stepper_of(method: MaskedDiffusion, accumulate: int) -> Stepper:
@@ -85,12 +88,12 @@ def result(stepper: Stepper) -> dict[str, Tensor]:
     return {k: v.detach().clone() for k, v in (grads | weights | average | log | norm).items()}
 
 
-def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         # usage and the norm are kept in single precision
         atol = 1e-6 if "usage" in name or name == "grad_norm" else 1e-12
-        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("parts", [2, 3, 12])
@@ -114,13 +117,13 @@ def test_the_loads_of_the_parts_differ(tiny: Tiny) -> None:
     method = tiny(CONFIGS["emoe"], size=4, length=3, width=16, hidden=16)
     rng, idle = Rng(5), set()
     for number, rows in enumerate(batches(method, 0).chunk(3)):
-        log = method(rows, knobs_of(method), rng.part(number, 3)).log
+        log = method(rows, ramp_at_start(method), rng.part(number, 3)).log
         idle.add(tuple((log["usage/block1"] == 0).tolist()))
         assert log["usage/block1"].max() > 2 * log["usage/block1"].min()
     assert len(idle) > 1 and any(map(any, idle))
 
 
-def knobs_of(method: MaskedDiffusion) -> dict[str, Tensor]:
+def ramp_at_start(method: MaskedDiffusion) -> dict[str, Tensor]:
     return {name: torch.tensor(ramp(0, STEPS)) for name, ramp in method.ramps.items()}
 
 
@@ -128,7 +131,7 @@ def knobs_of(method: MaskedDiffusion) -> dict[str, Tensor]:
     "config",
     [
         EMoEConfig(experts=4, balance=0.3),
-        EMoEConfig(experts=4, balance=0.3, balance_form="floor", usage_floor=1.2),
+        EMoEConfig(experts=4, balance=0.3, usage_floor=1.2),
         EMoEConfig(experts=4, free_nats=0.4),
     ],
     ids=["switch", "floor", "free-nats"],
@@ -138,7 +141,7 @@ def test_statistics_of_a_batch_are_those_of_its_parts(config: EMoEConfig, tiny: 
     stepper = stepper_of(method, parts)
     reference = tiny(config)
     losses = [
-        reference(rows, knobs_of(reference), Rng(5).part(number, parts))
+        reference(rows, ramp_at_start(reference), Rng(5).part(number, parts))
         for number, rows in enumerate(batches(method, 0).chunk(parts))
     ]
     total = torch.stack([loss.total for loss in losses]).mean()
@@ -146,9 +149,9 @@ def test_statistics_of_a_batch_are_those_of_its_parts(config: EMoEConfig, tiny: 
     grads: dict[str, Tensor] = {}
     inner = stepper.optimizer.step
 
-    def keep(loss: Tensor) -> None:
+    def keep(loss: Tensor, valid: Tensor | None) -> None:
         grads.update({name: p.grad.clone() for name, p in method.named_parameters() if p.grad is not None})
-        inner(loss)
+        inner(loss, valid)
 
     stepper.optimizer.step = keep  # type: ignore[method-assign]
     stepper(0)
@@ -166,13 +169,13 @@ def test_times_of_the_parts_are_those_of_the_batch() -> None:
     rng = Rng(3).at(7)
     whole = stratified_times(12, rng.stream("time", shared=True))
     for ranks, parts in ((1, 4), (2, 2), (4, 1), (3, 2)):
-        found = []
+        times = []
         for rank in range(ranks):
             for number in range(parts):
                 part = Rng(3, rank=rank, world=ranks).part(number, parts).at(7)
                 stream = part.stream("time", shared=True)
-                found.append(stratified_times(12 // (ranks * parts), stream, rank=part.rank, world=part.world))
-        assert torch.equal(torch.cat(found), whole)
+                times.append(stratified_times(12 // (ranks * parts), stream, rank=part.rank, world=part.world))
+        assert torch.equal(torch.cat(times), whole)
 
 
 def test_one_part_is_the_stream_itself_and_parts_are_as_ranks() -> None:
@@ -183,36 +186,22 @@ def test_one_part_is_the_stream_itself_and_parts_are_as_ranks() -> None:
         assert torch.equal(torch.rand(4, generator=part.stream("mask")), torch.rand(4, generator=rank.stream("mask")))
 
 
-def test_the_moving_average_counts_steps_and_not_parts(tiny: Tiny) -> None:
-    """ema_n = sum over k of (1 - d_k) * d_(k+1) ... d_n * p_k, with d_0 = 0 for the first weights."""
-    method = tiny(CONFIGS["mdlm"])
-    stepper = stepper_of(method, 4)
-    weights = [[p.detach().clone() for p in method.parameters()]]
-    for step in range(STEPS):
-        stepper(step)
-        weights.append([p.detach().clone() for p in method.parameters()])
-    decays = [0.0, *(ema_decay(0.5, step) for step in range(STEPS))]
-    shares = [(1 - decays[k]) * float(torch.tensor(decays[k + 1 :]).double().prod()) for k in range(STEPS + 1)]
-    assert sum(shares) == pytest.approx(1.0)
-    for i, average in enumerate(stepper.optimizer.ema):
-        closed = sum(share * some[i] for share, some in zip(shares, weights, strict=True))
-        torch.testing.assert_close(average, closed, rtol=0, atol=1e-7)  # the decays are held in single precision
-
-
-def test_a_part_that_is_not_finite_refuses_the_step(tiny: Tiny) -> None:
+@pytest.mark.parametrize("fault", ["loss", "valid"])
+def test_a_part_that_is_not_finite_or_not_valid_refuses_the_step(tiny: Tiny, fault: str) -> None:
     method = tiny(CONFIGS["mdlm"])
     stepper = stepper_of(method, 3)
     before = [p.detach().clone() for p in method.parameters()]
-    inner, calls = method.objective, []
+    inner, calls = method.infer_training, []
 
-    def spoiled(*args: Any) -> Any:
+    def spoiled(*args: Any) -> Inferred:
         out = inner(*args)
-        calls.append(1)
-        if len(calls) == 2:
-            out.loss.mul_(float("nan"))
-        return out
+        calls.append(out)
+        bad = len(calls) == 2
+        if fault == "valid":
+            return replace(out, valid=torch.tensor(not bad))
+        return replace(out, log_token=out.log_token * float("nan")) if bad else out
 
-    method.objective = spoiled  # type: ignore[method-assign]
+    method.infer_training = spoiled  # type: ignore[method-assign]
     stepper(0)
     assert len(calls) == 3 and stepper.optimizer.skipped == 1
     assert all(torch.equal(a, b) for a, b in zip(before, method.parameters(), strict=True))

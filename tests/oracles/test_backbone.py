@@ -1,4 +1,4 @@
-"""The toy network: sizes, attention, inputs that must reach the output, and what sampling promises around it."""
+"""The toy network: sizes, attention, inputs that must reach the output; and the contract of sampling."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import jaxtyping
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
+from steps import masks, ramp_of, randn
 
 from emoe.backbones.base import active_parameters, total_parameters
-from emoe.backbones.layers import SHORT, Attention, short_attention, time_features
+from emoe.backbones.layers import SHORT, Attention, time_features
 from emoe.backbones.transformer import TransformerConfig
 from emoe.diffusion.masking import mask_tokens
-from emoe.evaluation.pools import count_calls, draw_pool
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLM, MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng
-from emoe.routing.routes import greedy
-from emoe.types import StepEvent, TokenSpace, Wants
+from emoe.runs.sampling import count_calls, draw
+from emoe.types import Needs, StepEvent, TokenSpace
 
 TOY = TokenSpace(size=51, mask_id=50, length=2)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # --- Sizes -------------------------------------------------------------------------------------------------------
@@ -39,13 +35,13 @@ def test_toy_models_have_the_published_sizes(config, total: int, active: int):
     assert (total_parameters(method), active_parameters(method)) == (total, active)
 
 
-def test_backbone_names_what_it_cannot_give(monkeypatch: pytest.MonkeyPatch):
-    everything = Wants(experts=8, cond=8, marks=True, encoder=16)
-    assert not list(TransformerConfig().refusals(everything))
+def test_unsupported_needs_are_named(monkeypatch: pytest.MonkeyPatch):
+    everything = Needs(experts=8, cond=8, marks=True, encoder=16)
+    assert not list(TransformerConfig().unsupported(everything))
     monkeypatch.setattr(TransformerConfig, "supports", frozenset({"experts"}))
-    lines = list(TransformerConfig().refusals(everything))
+    lines = list(TransformerConfig().unsupported(everything))
     assert [line.split("'")[3] for line in lines] == ["cond", "encoder", "marks"]
-    assert not list(TransformerConfig().refusals(Wants(experts=8)))
+    assert not list(TransformerConfig().unsupported(Needs(experts=8)))
 
 
 def test_wrong_shapes_are_refused_while_testing():
@@ -56,17 +52,6 @@ def test_wrong_shapes_are_refused_while_testing():
 
 
 # --- The network -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [1, 2, SHORT])
-def test_short_attention_is_scaled_dot_product_attention(length: int):
-    q, k, v = (randn(3, 2, length, 4, seed=s).requires_grad_() for s in range(3))
-    got = short_attention(q, k, v)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    assert torch.allclose(got, want, atol=1e-14)
-    cotangent = randn(3, 2, length, 4, seed=3)
-    pairs = zip(*(torch.autograd.grad((out * cotangent).sum(), [q, k, v]) for out in (got, want)), strict=True)
-    assert all(torch.allclose(a, b, atol=1e-13) for a, b in pairs)
 
 
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1])
@@ -85,63 +70,6 @@ def test_time_features_are_sines_and_cosines_of_a_thousand_t():
     assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-12)
 
 
-@pytest.mark.parametrize("mask_id", [0, 1, 3])
-def test_mask_column_is_impossible_wherever_the_mask_is(tiny, mask_id: int):
-    method = tiny(MDLMConfig(), size=4, mask_id=mask_id)
-    x = torch.tensor([[mask_id, 2], [mask_id, mask_id]])
-    logits = method.backbone(x, torch.tensor([0.5, 1.0]).double()).logits
-    others = [v for v in range(4) if v != mask_id]
-    assert logits.shape == (2, 2, 4) and (logits[..., mask_id] == -torch.inf).all()
-    assert logits[..., others].isfinite().all()
-
-
-def test_routed_backbone_without_a_policy_is_an_error(tiny):
-    method = tiny()
-    with pytest.raises(ValueError, match="route policy"):
-        method.backbone(torch.tensor([[0, 1]]), torch.tensor([0.5]).double())
-
-
-def test_tokens_positions_time_cond_and_marks_reach_the_output(scramble):
-    space = TokenSpace(size=4, mask_id=3, length=2)
-    sizes = TransformerConfig(width=8, heads=2, hidden=8, time_size=4, dispatch="loop")
-    network = scramble(sizes.build(space, Wants(experts=2, cond=3, marks=True)).double(), 1)
-    x, t, cond = torch.tensor([[0, 3], [1, 2]]), torch.tensor([0.3, 0.6]).double(), randn(2, 3)
-    marks = torch.tensor([[False, True], [False, False]])
-
-    def run(x=x, t=t, cond=cond, marks=marks) -> torch.Tensor:
-        return network(x, t, cond=cond, marks=marks, route=greedy()).logits[..., :3]
-
-    start = run()
-    other_cond, other_t = cond.clone(), t.clone()
-    other_cond[0, 2] += 1
-    other_t[0] += 0.01
-    changed = {
-        "token": run(x=torch.tensor([[2, 3], [1, 2]])),
-        "order": run(x=x.flip(1), marks=marks.flip(1)).flip(1),
-        "time": run(t=other_t),
-        "cond": run(cond=other_cond),
-        "marks": run(marks=torch.zeros_like(marks)),
-    }
-    for name, logits in changed.items():
-        assert (logits[0] - start[0]).abs().min() > 1e-9, name  # both positions of the row
-        if name != "order":
-            assert torch.equal(logits[1], start[1]), name  # and no other row
-    assert torch.equal(run(marks=None), changed["marks"])
-
-
-def test_encoder_sees_row_time_and_mask_pattern(tiny):
-    encoder = tiny(VADDConfig(latent=2)).encoder
-    x0, t, marks = torch.tensor([[0, 2]]), torch.tensor([0.4]).double(), torch.tensor([[True, False]])
-    start = encoder(x0, t, marks)
-    assert start.shape == (1, 4)
-    for other in (
-        encoder(torch.tensor([[2, 2]]), t, marks),
-        encoder(x0, t + 0.1, marks),
-        encoder(x0, t, ~marks),
-    ):
-        assert (other - start).abs().min() > 1e-9
-
-
 # --- Sampling ----------------------------------------------------------------------------------------------------
 
 CONFIGS = [MDLMConfig(), EMoEConfig(experts=2), VADDConfig(latent=2)]
@@ -153,26 +81,25 @@ IDS = ["mdlm", "emoe", "vadd"]
 def test_a_step_is_one_network_call(tiny, config, steps: int):
     method = tiny(config)
     with count_calls(method.backbone) as count:
-        method.sample(3, steps, Rng(0))
+        method.sample(masks(method, 3), steps, Rng(0))
     assert count.calls == steps
-    method.sample(3, steps, Rng(0))
-    assert count.calls == steps  # the hook is gone
-    pool = draw_pool(method, 7, steps, seed=1, batch=3)
+    method.sample(masks(method, 3), steps, Rng(0))
+    assert count.calls == steps  # the hook is removed
+    pool = draw(method, 7, steps, seed=1, batch=3)
     assert pool.nfe == steps and pool.samples.shape == (7, 2) and (pool.samples != method.space.mask_id).all()
 
 
-def test_a_pool_refuses_a_sampler_with_hidden_calls(tiny, monkeypatch: pytest.MonkeyPatch):
-    method, honest = tiny(MDLMConfig()), MDLM.denoise
-    monkeypatch.setattr(MDLM, "denoise", lambda self, *a: (honest(self, *a), honest(self, *a))[0])
+def test_a_sampler_with_hidden_calls_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(MDLM, "prior", lambda self, step, rng: {} if self.backbone(step.x, step.t) else {})
     with pytest.raises(RuntimeError, match="2 steps made 4 network calls"):
-        draw_pool(method, 4, 2, seed=0)
+        draw(tiny(MDLMConfig()), 4, 2)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_training_takes_one_network_call(tiny, config):
     method = tiny(config)
     with count_calls(method.backbone) as count:
-        method(torch.tensor([[0, 2]]), {name: torch.tensor(ramp(0, 10)) for name, ramp in method.ramps.items()}, Rng(0))
+        method(torch.tensor([[0, 2]]), ramp_of(method), Rng(0))
     assert count.calls == 1
 
 
@@ -182,22 +109,22 @@ def test_given_tokens_stay_and_every_mask_is_filled(tiny, config):
     given = torch.tensor([[0, 1, 2], [1, 1, 3], [2, 0, 3], [1, 1, 1]])  # 1 is the mask
     original = given.clone()
     for steps in (1, 4):
-        rows = method.sample(4, steps, Rng(1), given=given)
-        assert torch.equal(given, original)
-        assert torch.equal(rows[given != 1], given[given != 1]) and (rows != 1).all()
+        for rows in (method.sample(given, steps, Rng(1)), draw(method, 4, steps, given=given).samples):
+            assert torch.equal(given, original)
+            assert torch.equal(rows[given != 1], given[given != 1]) and (rows != 1).all()
 
 
 @pytest.mark.parametrize("rows", [[[0, 4]], [[0, -1]], [[0, 1, 2]]], ids=["too large", "negative", "too long"])
 def test_given_rows_that_do_not_fit_are_refused(tiny, rows: list[list[int]]):
     with pytest.raises(ValueError, match="given"):
-        tiny(MDLMConfig(), size=4).sample(1, 2, Rng(0), given=torch.tensor(rows))
+        draw(tiny(MDLMConfig(), size=4), 1, 2, given=torch.tensor(rows))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_step_events_tell_the_story_of_the_sample(tiny, config):
+def test_step_events_describe_every_step(tiny, config):
     method = tiny(config, length=3)
     events: list[StepEvent] = []
-    rows = method.sample(50, 4, Rng(2), on_step=events.append)
+    rows = method.sample(masks(method, 50), 4, Rng(2), on_step=events.append)
     assert [event.step for event in events] == [4, 3, 2, 1]
     assert [event.time for event in events] == [1.0, 0.75, 0.5, 0.25]
     before = torch.full((50, 3), method.space.mask_id)
@@ -209,21 +136,21 @@ def test_step_events_tell_the_story_of_the_sample(tiny, config):
     assert torch.equal(before, rows)
     share = sum(event.revealed.sum() for event in events[:2]) / 150
     assert 0.35 < share < 0.65  # a quarter of all positions at each step
-    assert torch.equal(rows, method.sample(50, 4, Rng(2)))  # watching changes nothing
+    assert torch.equal(rows, method.sample(masks(method, 50), 4, Rng(2)))  # `on_step` changes nothing
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_equal_seeds_give_equal_samples_and_other_seeds_others(tiny, config):
     method = tiny(config, length=3)
-    first = method.sample(200, 3, Rng(3))
-    assert torch.equal(first, method.sample(200, 3, Rng(3)))
-    assert not torch.equal(first, method.sample(200, 3, Rng(4)))
+    first = method.sample(masks(method, 200), 3, Rng(3))
+    assert torch.equal(first, method.sample(masks(method, 200), 3, Rng(3)))
+    assert not torch.equal(first, method.sample(masks(method, 200), 3, Rng(4)))
     used = Rng(3)
-    method.sample(10, 2, used)
-    assert torch.equal(first, method.sample(200, 3, used))  # what an Rng drew before does not matter
+    method.sample(masks(method, 10), 2, used)
+    assert torch.equal(first, method.sample(masks(method, 200), 3, used))  # earlier draws of an Rng do not matter
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
-    method.sample(10, 2, Rng(3))
+    method.sample(masks(method, 10), 2, Rng(3))
     assert torch.equal(state, torch.random.get_rng_state())  # the global generator is not touched
 
 
@@ -234,7 +161,7 @@ def test_infilled_rows_follow_the_chain_from_the_given_state(tiny, config, steps
     exact = Enumeration(method)
     start = [1, 2, 1]  # the middle token is given
     n = 100_000
-    rows = method.sample(n, steps, Rng(5), given=torch.tensor([start]).repeat(n, 1))
+    rows = method.sample(torch.tensor([start]).repeat(n, 1), steps, Rng(5))
     law = exact.law(steps, start)
     counts = torch.bincount(exact.index(rows), minlength=len(exact.states))
     assert chi_square(counts, law) > ALPHA

@@ -1,4 +1,4 @@
-"""BD3-LM: its attention, its loss and bounds against sums over all rows, its samplers with and without a cache."""
+"""BD3-LM: its attention, its loss and bounds against sums over all rows, its sampler with and without a cache."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import math
 import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square
+from steps import generator, masks
 from torch import Tensor
 
 from emoe.backbones.dit import DiTConfig
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
-from emoe.evaluation.likelihood import default_conventions, estimate_nll
-from emoe.evaluation.pools import draw_pool
+from emoe.evaluation.likelihood import estimate_nll
 from emoe.methods.bd3lm import BD3LM, BD3LMConfig, block_mask
 from emoe.methods.mdlm import MDLMConfig
 from emoe.rng import Rng
-from emoe.types import Convention, StepEvent, TokenSpace
+from emoe.runs.sampling import draw
+from emoe.types import Likelihood, StepEvent, TokenSpace
 
 SPACE = TokenSpace(size=3, mask_id=1, length=4)
 MASK = SPACE.mask_id
@@ -44,12 +45,12 @@ def build(scramble):
 
 
 def number(rows: Tensor) -> Tensor:
-    """Place of clean rows in CLEAN."""
+    """Index of clean rows in CLEAN."""
     return ((rows == 2).long() * torch.tensor([8, 4, 2, 1])).sum(-1)
 
 
 class Exact:
-    """Sums over rows, masks and orders; the network is asked for one block behind its clean prefix at a time."""
+    """Sums over rows, masks and orders, by a network call for each block behind its clean prefix."""
 
     def __init__(self, method: BD3LM):
         self.method, self.block = method, method.config.block
@@ -58,10 +59,10 @@ class Exact:
 
     @torch.no_grad()
     def _tokens(self, prefix: Row, noisy: Row) -> list[list[float]]:
-        """p(x^l | noisy block, clean prefix) for each place of the block and symbol."""
+        """p(x^l | noisy block, clean prefix) for each position of the block and symbol."""
         x = torch.tensor([[*prefix, *noisy]])
         part = torch.arange(x.shape[1]) // self.block
-        logits = self.method.backbone(x, torch.zeros(1), attend=part[:, None] >= part).logits[0, len(prefix) :]
+        logits = self.method.backbone.predict(x, torch.zeros(1), attend=part[:, None] >= part).logits[0, len(prefix) :]
         return torch.softmax(logits, -1).tolist()
 
     def step(self, prefix: Row, noisy: Row, reveal: float) -> dict[Row, float]:
@@ -100,7 +101,7 @@ class Exact:
             for pattern in itertools.product((False, True), repeat=self.block):
                 noisy = tuple(MASK if hidden else v for v, hidden in zip(block, pattern, strict=True))
                 probs = self.tokens(prefix, noisy)
-                nll = -sum(math.log(probs[place][v]) for place, v in enumerate(block) if pattern[place])
+                nll = -sum(math.log(probs[at][v]) for at, v in enumerate(block) if pattern[at])
                 total += weight(sum(pattern)) * nll
         return total
 
@@ -123,7 +124,7 @@ class Exact:
 
     def limit(self) -> Tensor:
         """-log p of every clean row for many steps: tokens of a block one by one, in every order alike."""
-        found = []
+        totals = []
         for row in CLEAN.tolist():
             total = 0.0
             for start in range(0, SPACE.length, self.block):
@@ -132,13 +133,24 @@ class Exact:
                 mean = 0.0
                 for order in orders:
                     noisy, p = [MASK] * self.block, 1.0
-                    for place in order:
-                        p *= self.tokens(prefix, tuple(noisy))[place][block[place]]
-                        noisy[place] = block[place]
+                    for position in order:
+                        p *= self.tokens(prefix, tuple(noisy))[position][block[position]]
+                        noisy[position] = block[position]
                     mean += p / len(orders)
                 total -= math.log(mean)
-            found.append(total)
-        return torch.tensor(found, dtype=torch.float64)
+            totals.append(total)
+        return torch.tensor(totals, dtype=torch.float64)
+
+
+def logits_of(method: BD3LM, xt: Tensor, x0: Tensor) -> Tensor:
+    """Logits of xt in the training pass on [xt ; x0]."""
+    return method.backbone.read(method.features(xt, x0))
+
+
+def without_cache(method: BD3LM) -> BD3LM:
+    """The method, whose sampler runs the network of training on [x ; x], whole rows at every step."""
+    method._read_block = lambda x, block, cache: logits_of(method, x, x)[:, block]
+    return method
 
 
 # --- Attention ---------------------------------------------------------------------------------------------------
@@ -157,19 +169,19 @@ def test_the_mask_is_its_definition(length: int, block: int):
         assert mask[q, k].item() == want, (q, k)
 
 
-def test_what_a_block_does_not_see_does_not_matter(build):
+def test_blocks_depend_on_their_noisy_self_and_clean_earlier_blocks_only(build):
     """Blocks of two: logits of a block move with its own xt and with x0 of earlier blocks, and with nothing else."""
     space = TokenSpace(size=3, mask_id=1, length=6)
     method = build(2, space=space)
     xt, x0 = torch.tensor([[1, 0, 2, 1, 1, 1]]), torch.tensor([[2, 0, 2, 2, 0, 2]])
-    start = method.logits(xt, x0)[..., [0, 2]]
-    for half, place in itertools.product(range(2), range(6)):
+    start = logits_of(method, xt, x0)[..., [0, 2]]
+    for half, position in itertools.product(range(2), range(6)):
         rows = [xt.clone(), x0.clone()]
-        rows[half][0, place] = (rows[half][0, place] + 1) % 3
-        moved = (method.logits(*rows)[..., [0, 2]] - start).abs().amax((0, 2)).view(3, 2).amax(-1)
+        rows[half][0, position] = (rows[half][0, position] + 1) % 3
+        moved = (logits_of(method, *rows)[..., [0, 2]] - start).abs().amax((0, 2)).view(3, 2).amax(-1)
         for block in range(3):
-            seen = place // 2 == block if half == 0 else place // 2 < block
-            assert moved[block] > 1e-9 if seen else moved[block] == 0, (half, place, block)
+            attended = position // 2 == block if half == 0 else position // 2 < block
+            assert moved[block] > 1e-9 if attended else moved[block] == 0, (half, position, block)
 
 
 # --- Loss and likelihoods ----------------------------------------------------------------------------------------
@@ -189,10 +201,11 @@ def test_one_block_is_mdlm(build, scramble):
         assert {name for name, _ in method.named_parameters()} == set(want)
         for name, parameter in method.named_parameters():
             assert torch.allclose(parameter.grad, want[name].grad, atol=1e-12), name
-        for convention in map(Convention.parse, ("nelbo", "bound@1", "bound@3")):
-            a, b = (one.nll_bound(CLEAN, convention, Rng(4)) for one in (method, plain))
+        for likelihood in map(Likelihood.parse, ("nelbo", "bound@1", "bound@3")):
+            a, b = (one.nll(CLEAN, likelihood, Rng(4)) for one in (method, plain))
             assert torch.allclose(a, b, atol=1e-12)
-        assert torch.equal(method.sample(200, 3, Rng(5)), plain.sample(200, 3, Rng(5).fork("block", 0)))
+        x = masks(method, 200)
+        assert torch.equal(method.sample(x, 3, Rng(5)), plain.sample(x, 3, Rng(5).fork("block", 0)))
 
 
 def test_every_block_has_a_time_of_its_own_in_a_stratum_of_its_own(build):
@@ -205,15 +218,6 @@ def test_every_block_has_a_time_of_its_own_in_a_stratum_of_its_own(build):
     assert torch.equal(halves, t)
 
 
-def test_masks_follow_the_time_of_their_block(build):
-    method = build(2)
-    t = torch.tensor([[1.0, 0.25]]).expand(20_000, -1)
-    masked = method.mask(CLEAN[3:4].expand(20_000, -1), t, Rng(0)) == MASK
-    assert masked[:, :2].all() and masked[:, 2:].double().mean().item() == pytest.approx(0.25, abs=0.01)
-    both = (masked[:, 2] & masked[:, 3]).double().mean().item()
-    assert both == pytest.approx(0.0625, abs=0.01)
-
-
 def test_the_loss_is_the_weighted_sum_over_blocks(build):
     """Against one network call for each block behind its prefix."""
     method, rows = build(2), CLEAN[[3, 9, 14]]
@@ -224,8 +228,8 @@ def test_the_loss_is_the_weighted_sum_over_blocks(build):
     for row, noisy, times in zip(rows.tolist(), xt.tolist(), t.double().tolist(), strict=True):
         for b, time in enumerate(times):
             probs = exact.tokens(tuple(row[: 2 * b]), tuple(noisy[2 * b : 2 * b + 2]))
-            hidden = [place for place in range(2) if noisy[2 * b + place] == MASK]
-            want -= sum(math.log(probs[place][row[2 * b + place]]) for place in hidden) / time
+            hidden = [at for at in range(2) if noisy[2 * b + at] == MASK]
+            want -= sum(math.log(probs[at][row[2 * b + at]]) for at in hidden) / time
     assert (xt == MASK).any() and method(rows, {}, Rng(7).at(0)).total.item() == pytest.approx(want / 12, rel=1e-6)
 
 
@@ -250,44 +254,29 @@ def test_estimates_have_the_enumerated_means(build, block: int):
     exact = Exact(method)
     for name, want in (("nelbo", exact.nelbo()), ("bound@1", exact.bound(1)), ("bound@3", exact.bound(3))):
         many = CLEAN.repeat(50, 1)
-        draws = torch.stack([method.nll_bound(many, Convention.parse(name), Rng(k)).mean() for k in range(30)])
+        draws = torch.stack([method.nll(many, Likelihood.parse(name), Rng(k)).mean() for k in range(30)])
         error = draws.std() / math.sqrt(len(draws))
         assert abs(draws.mean() - want.mean()) < 4 * error + 1e-12, name
 
 
-def test_one_step_for_each_token_is_autoregressive(build):
-    """block = 1: p(x) = prod p(x^l | a mask at l, x^<l), which bound@1 gives without noise."""
-    method = build(1)
-    law = torch.ones(len(CLEAN), dtype=torch.float64)
-    up_to_oneself = torch.ones(4, 4, dtype=torch.bool).tril()
-    for n, row in enumerate(CLEAN.tolist()):
-        for place, symbol in enumerate(row):
-            x, size = torch.tensor([[*row[:place], MASK]]), place + 1
-            out = method.backbone(x, torch.zeros(1), attend=up_to_oneself[:size, :size])
-            law[n] *= torch.softmax(out.logits[0, -1], -1)[symbol].item()
-    assert torch.allclose(Exact(method).law(1), law, atol=1e-14)
-    assert torch.allclose(method.nll_bound(CLEAN, Convention.parse("bound@1"), Rng(3)), -law.log(), atol=1e-12)
-
-
-def test_likelihoods_it_has_and_those_it_has_not(build):
+def test_unknown_likelihoods_are_refused(build):
     method = build(2)
-    assert [str(name) for name in default_conventions(method)] == ["bound@1", "bound@4", "nelbo"]
-    assert estimate_nll(method, CLEAN, Convention.parse("nelbo"), repeats=3).stderr > 0
+    assert method.likelihoods() == ("bound@1", "bound@4", "nelbo")
+    assert estimate_nll(method, CLEAN, Likelihood.parse("nelbo"), repeats=3).stderr > 0
     for name in ("objective", "exact", "iw@1,4"):
         with pytest.raises(ConfigError, match=f"'bd3lm' has no {name}; ask for nelbo or bound@T"):
-            method.nll_bound(CLEAN, Convention.parse(name), Rng(0))
+            method.nll(CLEAN, Likelihood.parse(name), Rng(0))
     with pytest.raises(ConfigError, match="needs all tokens masked at t = 1; schedule 'loglinear'"):
-        build(2, schedule=LogLinearSchedule()).nll_bound(CLEAN, Convention.parse("bound@2"), Rng(0))
+        build(2, schedule=LogLinearSchedule()).nll(CLEAN, Likelihood.parse("bound@2"), Rng(0))
 
 
 # --- Sampling ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [True, False], ids=["cached", "plain"])
 @pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
-def test_the_sampler_has_the_law(build, block: int, each: int, cached: bool):
+def test_the_sampler_has_the_law(build, block: int, each: int):
     method = build(block)
-    rows = method.sample(5_000, each * SPACE.length // block, Rng(2), cached=cached)
+    rows = method.sample(masks(method, 10_000), each * SPACE.length // block, Rng(2))
     assert (rows != MASK).all()
     assert chi_square(torch.bincount(number(rows), minlength=16), Exact(method).law(each)) > ALPHA
 
@@ -295,49 +284,49 @@ def test_the_sampler_has_the_law(build, block: int, each: int, cached: bool):
 @pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (6, 4), (12, 5)])
 def test_the_cache_changes_no_token(build, block: int, each: int):
     space = TokenSpace(size=5, mask_id=1, length=12)
-    method, steps = build(block, space=space), each * 12 // block
-    given = torch.tensor([0, 2, 3, 4])[torch.randint(4, (200, 12), generator=torch.Generator().manual_seed(1))]
-    holes = torch.rand(given.shape, generator=torch.Generator().manual_seed(2)) < 0.6
-    for start in (None, given.masked_fill(holes, MASK)):
-        rows = [method.sample(200, steps, Rng(4), given=start, cached=cached) for cached in (True, False)]
-        assert torch.equal(*rows) and (rows[0] != MASK).all() and len(rows[0].unique(dim=0)) > 100
-        assert torch.equal(rows[0], method.sample(200, steps, Rng(4), given=start))
-        assert not torch.equal(rows[0], method.sample(200, steps, Rng(5), given=start))
-    assert torch.equal(rows[0][~holes], given[~holes])
+    cached, plain, steps = build(block, space=space), without_cache(build(block, space=space)), each * 12 // block
+    given = torch.tensor([0, 2, 3, 4])[torch.randint(4, (200, 12), generator=generator(1))]
+    holes = torch.rand(given.shape, generator=generator(2)) < 0.6
+    for x in (masks(cached, 200), given.masked_fill(holes, MASK)):
+        rows = cached.sample(x, steps, Rng(4))
+        assert torch.equal(rows, plain.sample(x, steps, Rng(4)))
+        assert (rows != MASK).all() and len(rows.unique(dim=0)) > 100
+        assert not torch.equal(rows, cached.sample(x, steps, Rng(5)))
+    assert torch.equal(rows[~holes], given[~holes])
 
 
 def test_blocks_draw_noise_of_their_own():
     """All logits are 0: two blocks with the same noise would be equal."""
     method = BD3LMConfig(block=2).build(SPACE, sizes())
-    rows = method.sample(4_000, 2, Rng(0))
+    rows = method.sample(masks(method, 4_000), 2, Rng(0))
     assert chi_square(torch.bincount(number(rows), minlength=16), torch.full((16,), 1 / 16)) > ALPHA
 
 
-@pytest.mark.parametrize(("block", "steps"), [(2, 2), (2, 4), (2, 6), (4, 1), (4, 3), (1, 4), (1, 8)])
+@pytest.mark.parametrize(("block", "steps"), [(2, 2), (2, 6), (4, 1), (4, 3), (1, 4), (1, 8)])
 def test_steps_are_network_calls(build, block: int, steps: int):
     method = build(block)
-    assert draw_pool(method, 7, steps, seed=1, batch=3).nfe == steps  # it compares the calls with the steps
-    assert draw_pool(method, 2, steps, seed=1, given=torch.tensor([[0, 2, 1, 1], [0, 0, 2, 2]])).nfe == steps
+    assert draw(method, 7, steps, seed=1, batch=3).nfe == steps  # `draw` compares the calls with the steps
+    assert draw(method, 2, steps, given=torch.tensor([[0, 2, 1, 1], [0, 0, 2, 2]])).nfe == steps
 
 
 def test_steps_that_do_not_fit_the_blocks_are_refused(build):
+    method = build(2)
+    assert method.config.allowed_nfe(range(1, 7), 4) == (2, 4, 6)
     for steps in (0, 1, 3, 5):
-        with pytest.raises(ConfigError, match=f"4 / 2 = 2 blocks, so steps must be one of 2, 4, 6, ...; got {steps}"):
-            build(2).sample(1, steps, Rng(0))
+        with pytest.raises(ConfigError, match=f"4 / 2 = 2 blocks, so it must be one of 2, 4, 6, ...; got {steps}"):
+            method.sample(masks(method, 1), steps, Rng(0))
     with pytest.raises(ConfigError, match=r"one of 4, 8, 12"):
-        build(1).sample(1, 6, Rng(0))
-    with pytest.raises(ValueError, match="expected shape"):
-        build(2).sample(2, 2, Rng(0), given=torch.zeros(1, 4, dtype=torch.long))
+        build(1).sample(masks(method, 1), 6, Rng(0))
 
 
-def test_given_tokens_stay_and_blocks_know_those_before_them(build):
-    """A given prefix is continued from the conditional; a token of a later block is kept, and unknown before it."""
+def test_given_tokens_stay_and_blocks_depend_on_those_before_them(build):
+    """A given prefix is continued from the conditional; a token of a later block is kept and not used before it."""
     method, n = build(2), 10_000
     exact = Exact(method)
     for given in ((0, 2, MASK, MASK), (MASK, 2, MASK, MASK), (MASK, MASK, MASK, 0)):
         start = torch.tensor([given]).repeat(n, 1)
         before = start.clone()
-        rows = method.sample(n, 4, Rng(6), given=start)
+        rows = method.sample(start, 4, Rng(6))
         assert torch.equal(start, before) and torch.equal(rows[start != MASK], start[start != MASK])
         assert chi_square(torch.bincount(number(rows), minlength=16), exact.law(2, given)) > ALPHA
     whole = exact.law(2)
@@ -347,17 +336,18 @@ def test_given_tokens_stay_and_blocks_know_those_before_them(build):
     assert torch.allclose(later, whole.view(4, 4).sum(1), atol=1e-14)
 
 
-def test_events_speak_of_whole_rows(build):
-    seen: list[StepEvent] = []
+def test_events_cover_whole_rows(build):
+    events: list[StepEvent] = []
     given = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    rows = build(2).sample(2, 4, Rng(3), given=given, on_step=seen.append)
-    assert [(event.step, event.time) for event in seen] == [(4, 1.0), (3, 0.5), (2, 1.0), (1, 0.5)]
-    assert all(event.x.shape == event.revealed.shape == (2, 4) for event in seen)
-    assert torch.equal(sum(event.revealed.long() for event in seen), (given == MASK).long())
-    assert torch.equal(seen[1].x, torch.cat([rows[:, :2], given[:, 2:]], 1)) and torch.equal(seen[3].x, rows)
+    rows = build(2).sample(given, 4, Rng(3), on_step=events.append)
+    assert [(event.step, event.time) for event in events] == [(4, 1.0), (3, 0.5), (2, 1.0), (1, 0.5)]
+    assert all(event.x.shape == event.revealed.shape == (2, 4) for event in events)
+    assert torch.equal(sum(event.revealed.long() for event in events), (given == MASK).long())
+    expected = torch.cat([rows[:, :2], given[:, 2:]], 1)
+    assert torch.equal(events[1].x, expected) and torch.equal(events[3].x, rows)
 
 
-# --- What it can be built of -------------------------------------------------------------------------------------
+# --- Requirements ------------------------------------------------------------------------------------------------
 
 
 def test_networks_and_blocks_that_do_not_fit_are_refused():
@@ -383,6 +373,6 @@ def test_the_loss_reads_no_value():
     """Forward and backward without data, as a captured CUDA graph needs it: on `meta` a value that is read raises."""
     with torch.device("meta"):
         method, x = BD3LMConfig(block=2).build(SPACE, sizes()), torch.zeros(5, 4, dtype=torch.long)
-        nll = method.block_nll(x, x)
+        nll, _ = method.block_nll(x, x)
         nll.sum().backward()
     assert nll.shape == (5, 2) and method.backbone.head.weight.grad.shape == (3, 8)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.backbones import unet
-from emoe.diffusion import chunks
+from emoe.diffusion import head as plain_head
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
 
@@ -33,13 +33,10 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
 
 
-def assert_equal(mine: Tensor, wanted: Tensor, leaves: list[Tensor], weight: Tensor, tolerance: float = 2e-5) -> None:
+def assert_equal(fused: Tensor, wanted: Tensor, leaves: list[Tensor], weight: Tensor, tolerance: float = 2e-5) -> None:
     """Values and gradients agree, in proportion to the largest entry."""
-    pairs = [(mine, wanted)]
-    pairs += zip(
-        torch.autograd.grad((mine * weight).sum(), leaves), torch.autograd.grad((wanted * weight).sum(), leaves),
-        strict=True,
-    )  # fmt: skip
+    slopes = (torch.autograd.grad((value * weight).sum(), leaves) for value in (fused, wanted))
+    pairs = [(fused, wanted), *zip(*slopes, strict=True)]
     for a, b in pairs:
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
@@ -51,10 +48,10 @@ def test_norm_film_and_silu(batch: int, channels: int, groups: int, side: int, w
     gamma, beta = normal(channels, seed=1), normal(channels, seed=2)
     film = normal(batch, 2 * channels, seed=4) if with_film else None
     leaves = [leaf for leaf in (x, gamma, beta, film) if leaf is not None]
-    mine = norm.norm_silu(x, gamma, beta, groups, film)
-    assert mine.is_contiguous(memory_format=torch.channels_last)
+    fused = norm.norm_silu(x, gamma, beta, groups, film)
+    assert fused.is_contiguous(memory_format=torch.channels_last)
     slope = normal(*x.shape, seed=5).detach()
-    assert_equal(mine, plain(x, gamma, beta, groups, film), leaves, slope)
+    assert_equal(fused, plain(x, gamma, beta, groups, film), leaves, slope)
     first, second = (torch.autograd.grad((norm.norm_silu(x, gamma, beta, groups, film) * slope).sum(), leaves)
                      for _ in range(2))  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -68,8 +65,8 @@ def test_norms_in_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["COUNT"] * options["R"] < 36
     x, film = normal(2, 72, 6, 6, seed=0), normal(2, 144, seed=1)
     gamma, beta = normal(72, seed=2), normal(72, seed=3)
-    mine = norm.norm_silu(x, gamma, beta, 8, film)
-    assert_equal(mine, plain(x, gamma, beta, 8, film), [x, gamma, beta, film], normal(*x.shape, seed=5).detach())
+    fused = norm.norm_silu(x, gamma, beta, 8, film)
+    assert_equal(fused, plain(x, gamma, beta, 8, film), [x, gamma, beta, film], normal(*x.shape, seed=5).detach())
 
 
 def test_norms_in_half_precision() -> None:
@@ -77,9 +74,9 @@ def test_norms_in_half_precision() -> None:
     gamma, beta, film = normal(72, seed=2), normal(72, seed=3), normal(3, 144, seed=5).detach().bfloat16()
     halves = [x.requires_grad_(), gamma, beta, film.requires_grad_()]
     singles = [leaf.detach().float().requires_grad_() for leaf in halves]
-    mine, wanted = norm.norm_silu(x, gamma, beta, 8, film), plain(*singles[:3], 8, singles[3])
-    found = [mine, *torch.autograd.grad((mine * weight).sum(), halves)]
-    for a, b in zip(found, [wanted, *torch.autograd.grad((wanted * weight).sum(), singles)], strict=True):
+    fused, wanted = norm.norm_silu(x, gamma, beta, 8, film), plain(*singles[:3], 8, singles[3])
+    results = [fused, *torch.autograd.grad((fused * weight).sum(), halves)]
+    for a, b in zip(results, [wanted, *torch.autograd.grad((wanted * weight).sum(), singles)], strict=True):
         assert (a - b).abs().max() <= 2**-7 * b.abs().max()  # one bit: the interpreter cuts, where a GPU rounds
 
 
@@ -100,7 +97,7 @@ def test_bias_and_gelu(hidden: int) -> None:
 
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])
 def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would round more than the bar allows
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would round more than the tolerance
     experiment = get_recipe(f"digits-{method}")
     domain = experiment.domain.build(0)
     torch.manual_seed(0)
@@ -117,9 +114,9 @@ def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.Monk
         loss.backward()
         return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    (want, wanted), (mine, found) = gradients(None), gradients(norm)
-    assert mine == pytest.approx(want, rel=1e-5)
-    for a, b in zip(found, wanted, strict=True):
+    (plain_loss, wanted), (loss, slopes) = gradients(None), gradients(norm)
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+    for a, b in zip(slopes, wanted, strict=True):
         assert (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7
 
 
@@ -132,11 +129,11 @@ def test_losses_over_a_large_vocabulary(chunk: int, monkeypatch: pytest.MonkeyPa
     target = torch.tensor([[1, 2, 74, 64, 31], [32, 5, 6, 7, 8]], device=DEVICE)
     both = [normal(2, 5, seed=seed).detach() for seed in (3, 4)]
 
-    def found(module: Any) -> list[Tensor]:
-        monkeypatch.setattr(chunks, "kernel", lambda name, h: module)
-        values = chunks.total_and_target(h, weight, bias + no_mask, target, chunk)
+    def results(module: Any) -> list[Tensor]:
+        monkeypatch.setattr(plain_head, "kernel", lambda name, h: module)
+        values = plain_head.total_and_target(h, weight, bias + no_mask, target, chunk)
         loss = sum(((value * slope).sum() for value, slope in zip(values, both, strict=True)), h.new_zeros(()))
         return [*values, *torch.autograd.grad(loss, (h, weight, bias))]
 
-    for a, b in zip(found(head), found(None), strict=True):
+    for a, b in zip(results(head), results(None), strict=True):
         assert (a - b).abs().max() <= 2e-5 * b.abs().max()

@@ -83,23 +83,8 @@ def test_a_hundred_updates_equal_adam_by_hand(algorithm: str, clip: float | None
     assert optimizer.skipped == 0 and optimizer.skipped_in_row == 0
 
 
-def test_moving_average_has_its_closed_form():
-    """With a constant decay, ema_n = d^n p_0 + (1 - d) * sum of d^(n - k) p_k."""
-    module, d = Bowl(torch.float64), 0.75
-    optimizer = Optimizer(module, OptimConfig(), ema=d, lr=torch.tensor(0.1), ema_decay=torch.tensor(d))
-    history = [module.b.detach().clone()]
-    for step in range(20):
-        optimizer.zero_grad()
-        loss = module.loss(step)
-        loss.backward()
-        optimizer.step(loss.detach())
-        history.append(module.b.detach().clone())
-    closed = d**20 * history[0] + (1 - d) * sum(d ** (20 - k) * history[k] for k in range(1, 21))
-    assert torch.allclose(optimizer.ema[1], closed, atol=1e-12)
+def test_average_decays_less_at_first_and_is_kept_only_if_asked_for():
     assert [ema_decay(0.999, h) for h in (0, 90)] == [0.1, 0.91] and ema_decay(0.5, 1000) == 0.5
-
-
-def test_no_average_is_kept_unless_asked_for():
     optimizer = Optimizer(
         Bowl(torch.float32), OptimConfig(), ema=0.0, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.0)
     )
@@ -108,8 +93,8 @@ def test_no_average_is_kept_unless_asked_for():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("where", ["gradient", "loss"])
-def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: float, clip: float | None, where: str):
+@pytest.mark.parametrize("where", ["gradient", "loss", "valid"])
+def test_a_step_that_is_not_finite_or_not_valid_changes_nothing(bad: float, clip: float | None, where: str):
     module = Bowl(torch.float32)
     config = OptimConfig(clip=clip, weight_decay=0.1, algorithm="adamw")
     optimizer = Optimizer(module, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
@@ -120,7 +105,8 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: 
         loss.backward()
         if poison and where == "gradient":
             module.b.grad[2] = bad
-        optimizer.step(loss.detach() + bad if poison and where == "loss" else loss.detach())
+        loss = loss.detach() + (bad if poison and where == "loss" else 0)
+        optimizer.step(loss, torch.tensor(not poison) if where == "valid" else None)
 
     for step in range(5):
         update(step, poison=False)
@@ -129,7 +115,7 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: 
     for step in range(3):
         update(step, poison=True)
         assert (optimizer.skipped, optimizer.skipped_in_row) == (step + 1, step + 1)
-        assert optimizer.grad_norm.isfinite() == (where == "loss")
+        assert optimizer.grad_norm.isfinite() == (where != "gradient")
     assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
     after = optimizer.state()
     for name, value in before["optim"].items():
@@ -151,43 +137,21 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(bad: 
     assert all(torch.equal(a, b) for a, b in zip(plain.ema, optimizer.ema, strict=True))
 
 
-def test_saved_state_continues_bit_for_bit():
-    config = OptimConfig(lr=0.1)
-
-    def advance(module: Bowl, optimizer: Optimizer, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            loss = module.loss(step)
-            loss.backward()
-            optimizer.step(loss.detach())
-
-    one, two = Bowl(torch.float32), Bowl(torch.float32)
-    first = Optimizer(one, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
-    advance(one, first, range(4))
-    second = Optimizer(two, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
-    two.load_state_dict(one.state_dict())
-    second.load(first.state())
-    advance(one, first, range(4, 8))
-    advance(two, second, range(4, 8))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first.ema, second.ema, strict=True))
-
-
 class Recorder(nn.Module):
-    """A module that notes the knobs it is given."""
+    """A module that records the values of its ramp."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(2))
-        self.seen: list[float] = []
+        self.weights: list[float] = []
 
-    def forward(self, batch: Tensor, knobs: dict[str, Tensor], rng: Rng) -> Loss:
-        self.seen.append(knobs["weight"].item())
+    def forward(self, batch: Tensor, ramp: dict[str, Tensor], rng: Rng) -> Loss:
+        self.weights.append(ramp["weight"].item())
         return Loss((self.w - batch).square().sum())
 
 
 @pytest.mark.parametrize("start", [0, 1022])
-def test_stepper_hands_over_the_numbers_of_the_step(start: int):
+def test_stepper_passes_the_numbers_of_the_step(start: int):
     """Ramp, learning rate and EMA decay of step h, also across the edge of a table and after a resume."""
     module, total = Recorder(), 2000
     optim = OptimConfig(lr=0.5, warmup=4, schedule="cosine", clip=None)
@@ -201,4 +165,4 @@ def test_stepper_hands_over_the_numbers_of_the_step(start: int):
         assert numbers == {"weight": step / total, "lr": optim.lr_at(step, total), "ema_decay": ema_decay(0.99, step)}
         assert stepper.optimizer.adam.param_groups[0]["lr"].item() == pytest.approx(numbers["lr"], rel=1e-6)
         assert stepper.optimizer.ema_decay.item() == pytest.approx(numbers["ema_decay"], rel=1e-6)
-    assert module.seen == pytest.approx([step / total for step in range(start, start + 5)], rel=1e-6)
+    assert module.weights == pytest.approx([step / total for step in range(start, start + 5)], rel=1e-6)

@@ -8,45 +8,28 @@ import math
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, all_rows, chi_square, gauss_legendre, product_of_marginals
+from references import forward_distribution, masked_nll, reverse_distribution
 from scipy import stats
+from steps import generator, noised, ramp_of
 
-from emoe.diffusion.masking import (
-    forward_distribution,
-    mask_tokens,
-    masked_nll,
-    reveal_probability,
-    reverse_distribution,
-    subs,
-    unmask_step,
-)
+from emoe.diffusion.masking import mask_tokens, reveal_probability, subs, unmask_step
 from emoe.diffusion.schedule import CosineSchedule, LinearSchedule, LogLinearSchedule
 from emoe.diffusion.times import grid_times, stratified_times
-from emoe.domains.toy.metrics import ideal_factorised
+from emoe.domains.toy.densities import ideal_factorised
 from emoe.engine.optim import OptimConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Constant, Decay, Exponential, Linear, learning_rate
 from emoe.rng import Rng
-from emoe.routing.kl import route_kl
-from emoe.routing.routes import paired, replay
-from emoe.types import Gate
 
 SIZE, MASK = 4, 1
 SCHEDULES = [LinearSchedule(), LogLinearSchedule(eps=0.01), CosineSchedule()]
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def one_symbol_rows() -> torch.Tensor:
-    return all_rows(range(SIZE), 1)
-
-
 def kernel(keep: float) -> torch.Tensor:
     """q(x_t | x_s) of a single position as a matrix (x_s, x_t)."""
-    return forward_distribution(one_symbol_rows(), keep, MASK, SIZE)[:, 0]
+    return forward_distribution(all_rows(range(SIZE), 1), keep, MASK, SIZE)[:, 0]
 
 
 def alpha_at(schedule, t: float) -> float:
@@ -56,34 +39,16 @@ def alpha_at(schedule, t: float) -> float:
 # --- Eq. 1, 12: the forward process ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 1.0])
-def test_forward_rows_sum_to_one_and_the_mask_absorbs(keep: float):
-    q = kernel(keep)
-    assert torch.allclose(q.sum(-1), torch.ones(SIZE).double(), atol=1e-15)
-    for symbol in range(SIZE):
-        expected = torch.zeros(SIZE).double()
-        expected[symbol] += keep
-        expected[MASK] += 1 - keep
-        assert torch.allclose(q[symbol], expected, atol=1e-15)
-    assert q[MASK, MASK] == 1
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
-def test_composed_kernels_equal_the_direct_one(schedule):
-    a, b, c = (alpha_at(schedule, t) for t in (0.2, 0.5, 0.9))
-    assert torch.allclose(kernel(a) @ kernel(b / a) @ kernel(c / b), kernel(c), atol=1e-15)
-
-
-def test_masking_draws_from_the_forward_law():
-    n, keep = 100_000, 0.37
-    rows = torch.tensor([[0, MASK, 3]]).repeat(n, 1)
-    xt = mask_tokens(rows, torch.full((n,), keep), MASK, generator(1))
-    assert (xt[:, 1] == MASK).all()
-    kept = torch.stack([xt[:, 0] == 0, xt[:, 2] == 3], 1)
-    assert ((xt == rows) | (xt == MASK)).all()
-    for count in (kept[:, 0].sum(), kept[:, 1].sum()):
-        assert stats.binomtest(int(count), n, keep).pvalue > ALPHA
-    assert stats.binomtest(int(kept.all(1).sum()), n, keep**2).pvalue > ALPHA  # positions are independent
+@pytest.mark.parametrize("alphas", [(0.37,), (0.8, 0.3)], ids=["once", "twice"])
+def test_masking_draws_from_the_forward_law(alphas: tuple[float, ...]):
+    """Positions are independent, a mask stays, and masking in two steps has the law of one."""
+    n, xt, before = 100_000, torch.tensor([[0, MASK, 3]]).repeat(100_000, 1), 1.0
+    for number, alpha in enumerate(alphas):
+        xt = mask_tokens(xt, torch.full((n,), alpha / before), MASK, generator(number))
+        before = alpha
+    counts = torch.bincount(xt[:, 0] * SIZE + xt[:, 2], minlength=SIZE**2)
+    law = kernel(alphas[-1])
+    assert (xt[:, 1] == MASK).all() and chi_square(counts, law[0, :, None] * law[3]) > ALPHA
 
 
 def test_each_row_is_masked_by_its_own_alpha():
@@ -181,13 +146,6 @@ def test_step_kl_is_reveal_probability_times_masked_nll():
     assert kl == pytest.approx(closed.item(), abs=1e-14)
 
 
-def test_the_reverse_law_is_in_the_precision_of_the_prediction():
-    logits = torch.randn(1, 1, 3, generator=torch.Generator().manual_seed(3)).double()
-    law = reverse_distribution(subs(logits, torch.tensor([[MASK]]), MASK), torch.tensor([[MASK]]), 0.7, 0.1, MASK)
-    assert law[0, 0, MASK].item() == pytest.approx(0.3 / 0.9, abs=1e-15)
-    assert law.sum().item() == pytest.approx(1, abs=1e-15)
-
-
 @pytest.mark.parametrize("alpha_s", [0.6, 1.0])
 def test_reverse_step_draws_from_the_reverse_law(alpha_s: float):
     """Eq. 2-3: `unmask_step` against `reverse_distribution`, jointly over both positions."""
@@ -246,12 +204,6 @@ def test_time_of_a_row_is_uniform(row: int, low: float):
     assert stats.kstest(t.numpy(), stats.uniform(low, 1 - low).cdf).pvalue > ALPHA
 
 
-def test_ranks_share_the_strata_of_one_process():
-    whole = stratified_times(48, generator(9), low=0.1)
-    parts = [stratified_times(12, generator(9), low=0.1, rank=r, world=4) for r in range(4)]
-    assert torch.equal(torch.cat(parts), whole)
-
-
 @pytest.mark.parametrize(("batch", "world"), [(64, 8), (100, 3), (128, 8), (512, 4)])
 def test_the_slice_of_each_rank_is_spread_evenly(batch: int, world: int):
     """Kolmogorov distance of a slice from the uniform law; independent times would have about 0.87 / sqrt(batch)."""
@@ -260,75 +212,30 @@ def test_the_slice_of_each_rank_is_spread_evenly(batch: int, world: int):
         assert stats.kstest(t.numpy(), "uniform").statistic < 0.5 / math.sqrt(batch)
 
 
-def test_forward_takes_the_slice_of_its_rank(tiny):
-    """Two ranks with half the batch each see the times of one process with the whole batch."""
-    seen = []
-    method = tiny(MDLMConfig(t_low=0.2))
-    method.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
-    rows = torch.zeros(6, 2, dtype=torch.long)
-    method(rows, {}, Rng(3))
-    for rank in range(2):
-        method(rows[:3], {}, Rng(3, rank=rank, world=2))
-    assert torch.equal(seen[0], torch.cat(seen[1:])) and seen[0].min() > 0.2
+def test_noise_takes_the_times_of_its_rank(tiny):
+    """Two ranks with half the batch each have the times of one process with the whole batch."""
+    method, rows = tiny(MDLMConfig(t_low=0.2)), torch.zeros(6, 2, dtype=torch.long)
+    whole = method.noise(rows, Rng(3)).t
+    parts = [method.noise(rows[:3], Rng(3, rank=rank, world=2)).t for rank in range(2)]
+    assert torch.equal(whole, torch.cat(parts)) and whole.min() > 0.2
 
 
 # --- Oracle 20: invariances --------------------------------------------------------------------------------------
 
 
-def rows_and_times() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x0 = torch.tensor([[0, 2], [2, 2], [2, 0]])
-    xt = torch.tensor([[0, 1], [1, 1], [1, 0]])
-    return x0, xt, torch.tensor([0.3, 0.9, 0.5]).double()
-
-
-def test_another_row_in_the_batch_changes_nothing_for_emoe(tiny):
-    method = tiny()
-    x0, xt, t = rows_and_times()
-    routes = torch.tensor([[[0, 1], [1, 1], [0, 0]], [[1, 1], [0, 1], [1, 0]]])  # (D, B, L)
-
-    def terms(keep: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        gates = [Gate(z[keep][..., None], torch.ones(len(keep), 2, 1).double()) for z in routes]
-        out = method.backbone(
-            torch.cat([x0[keep], xt[keep]]), torch.cat([t[keep], t[keep]]), route=paired(replay(gates), 2)
-        )
-        post, prior = zip(*(logits.chunk(2) for logits in out.route_logits), strict=True)
-        return masked_nll(subs(out.logits, xt[keep], 1), x0[keep]), route_kl(post, prior)
-
-    nll, kl = terms([0, 1])
-    other_nll, other_kl = terms([0, 2])
-    assert torch.equal(nll[0], other_nll[0]) and torch.equal(kl[0], other_kl[0])
-    alone_nll, alone_kl = terms([0])
-    assert torch.allclose(nll[:1], alone_nll, atol=1e-13) and torch.allclose(kl[:1], alone_kl, atol=1e-13)
-
-
-@pytest.mark.parametrize("config", [MDLMConfig(), VADDConfig(latent=2)], ids=["mdlm", "vadd"])
-def test_another_row_in_the_batch_changes_nothing_without_routes(tiny, config):
+@pytest.mark.parametrize("config", [MDLMConfig(), VADDConfig(latent=2), EMoEConfig(experts=2)], ids=lambda c: c.kind)
+def test_another_row_in_the_batch_changes_nothing(tiny, config):
     method = tiny(config)
-    x0, xt, t = rows_and_times()
+    x0 = torch.tensor([[0, 2], [2, 2], [2, 0]])
+    xt, t = torch.tensor([[0, 1], [1, 1], [1, 0]]), torch.tensor([0.3, 0.9, 0.5]).double()
 
-    def terms(keep: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        out = method.infer(x0[keep], xt[keep], t[keep], {"kl_weight": torch.tensor(1.0)}, Rng(0))
-        return masked_nll(out.log_x_theta, x0[keep])[0], out.kl[0]
+    def terms(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        out = method.infer(noised(method, x0[rows], xt[rows], t[rows]), ramp_of(method), Rng(0))
+        return out.log_token[0], out.latent.kl()[0]
 
-    assert all(torch.equal(a, b) for a, b in zip(terms([0, 1]), terms([0, 2]), strict=True))
-
-
-@pytest.mark.parametrize("config", [EMoEConfig(experts=2), MDLMConfig()], ids=["emoe", "mdlm"])
-@pytest.mark.parametrize("renamed", [[2, 0, 1], [1, 2, 0]])
-def test_renaming_symbols_renames_the_law(tiny, config, renamed: list[int]):
-    """Symbol v becomes renamed[v], the mask too: embedding and head move along, and so does the law."""
-    method = tiny(config, size=3, mask_id=1)
-    other = tiny(config, size=3, mask_id=renamed[1])
-    weights = {name: value.clone() for name, value in method.state_dict().items()}
-    token = weights["backbone.trunk.token.weight"]
-    weights["backbone.trunk.token.weight"] = torch.empty_like(token).index_copy(0, torch.tensor(renamed), token)
-    symbols = sorted(range(3), key=lambda v: renamed[v])
-    order = [[0, 2].index(v) for v in symbols if v != 1]  # rows of the head in the order of the new names
-    for part in ("weight", "bias"):
-        weights[f"backbone.head.{part}"] = weights[f"backbone.head.{part}"][order]
-    other.load_state_dict(weights)
-    before, after = Enumeration(method), Enumeration(other)
-    assert torch.allclose(before.law(2), after.law(2)[after.index(torch.tensor(renamed)[before.states])], atol=1e-14)
+    alone = terms([0])
+    for others in ([0, 1], [0, 2]):
+        assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(alone, terms(others), strict=True))
 
 
 def test_one_position_has_no_factorisation_gap(tiny):

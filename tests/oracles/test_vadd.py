@@ -1,4 +1,4 @@
-"""VADD's importance-weighted objective against integrals over its latent."""
+"""VADD: its latent, the weight of its KL, and the importance-weighted objective against integrals over the latent."""
 
 from __future__ import annotations
 
@@ -7,23 +7,75 @@ import math
 
 import pytest
 import torch
+from enumeration import Enumeration
+from steps import loss_at, noised, randn
+from torch import Tensor
 
+from emoe.diffusion.categorical import gaussian_kl
+from emoe.diffusion.masking import subs
+from emoe.diffusion.schedule import CosineSchedule
+from emoe.methods.masked import ReverseStep
 from emoe.methods.vadd import VADD, VADDConfig
 from emoe.ramps import Constant
 from emoe.rng import Rng
 
-ROWS = 20_000
+
+def test_gaussian_kl_is_the_closed_form_and_the_monte_carlo_mean():
+    mean, log_std = randn(3, 2, seed=26), 0.5 * randn(3, 2, seed=27)
+    q = torch.distributions.Normal(mean, log_std.exp())
+    p = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    assert torch.allclose(gaussian_kl(mean, log_std), torch.distributions.kl_divergence(q, p).sum(-1), atol=1e-14)
+    z = mean + log_std.exp() * randn(100_000, 3, 2, seed=28)
+    ratio = (q.log_prob(z) - p.log_prob(z)).sum(-1)
+    error = ratio.std(0) / math.sqrt(len(z))
+    assert ((ratio.mean(0) - gaussian_kl(mean, log_std)).abs() < 4 * error).all()
+    assert (gaussian_kl(torch.zeros(1, 4), torch.zeros(1, 4)) == 0).all()
 
 
-def integrals(model: VADD, x0: torch.Tensor, xt: torch.Tensor, t: float, beta: float) -> tuple[float, float]:
+def test_latent_is_drawn_from_the_encoder_and_in_the_sampler_from_the_prior(tiny):
+    """z = mean + std * noise of the clean row and the mask pattern; the prediction is that of the network under z."""
+    method = tiny(VADDConfig(latent=3))
+    x0, xt, t = torch.tensor([[0, 2], [2, 2]]), torch.tensor([[0, 1], [1, 1]]), torch.tensor([0.3, 0.8]).double()
+    out = method.infer(noised(method, x0, xt, t), {}, Rng(11))
+    mean, log_std = method.encoder(x0, t, xt == 1).chunk(2, -1)
+    noise = torch.randn(2, 3, generator=Rng(11).stream("latent"), dtype=torch.float64)
+    z = mean + log_std.exp() * noise
+    log_x_theta = subs(method.backbone.predict(xt, t, cond=z).logits, xt, 1)
+    assert torch.equal(out.log_token, log_x_theta.gather(-1, x0[..., None]).squeeze(-1))
+    assert torch.equal(out.latent.kl(), gaussian_kl(mean, log_std)) and torch.equal(out.latent.z, z)
+    q, p = torch.distributions.Normal(mean, log_std.exp()), torch.distributions.Normal(0.0, 1.0)
+    assert torch.allclose(out.latent.log_ratio(), (p.log_prob(z) - q.log_prob(z)).sum(-1), atol=1e-12)
+    assert torch.equal(method.prior(ReverseStep(xt, t, xt == 1), Rng(11))["cond"], noise)
+    other = method.encoder(x0, t, torch.zeros_like(xt, dtype=torch.bool))
+    assert not torch.allclose(other, torch.cat([mean, log_std], -1))  # the encoder sees the mask pattern
+
+
+@pytest.mark.parametrize("schedule", [None, CosineSchedule()], ids=["linear", "cosine"])
+def test_kl_is_weighted_by_lambda_or_by_lambda_times_the_elbo_weight(tiny, schedule):
+    more = {} if schedule is None else {"schedule": schedule}
+    plain, weighted = tiny(VADDConfig(**more)), tiny(VADDConfig(elbo_weighted=True, **more))
+    x0, ramp = Enumeration(plain).clean, {"kl_weight": torch.tensor(0.4, dtype=torch.float64)}
+    for t in (0.25, 0.5):
+        factor = 1 / t if schedule is None else schedule.elbo_weight(torch.tensor(t).double()).item()
+        for method, weight in ((plain, 0.4), (weighted, 0.4 * factor)):
+            xt, times = torch.full_like(x0, 1), torch.full((len(x0),), t).double()
+            loss = loss_at(method, x0, xt, times, ramp, Rng(12))
+            expected = (loss.log["recon"] + weight * loss.log["kl"]).item()
+            assert loss.total.item() == pytest.approx(expected, rel=1e-13) and loss.log["kl"] > 0
+
+
+# --- Several draws -------------------------------------------------------------------------------------------------
+
+
+def integrals(model: VADD, x0: Tensor, xt: Tensor, t: float, beta: float) -> tuple[float, float]:
     """E over pairs of draws of -beta log 1/2 sum_k exp(f_k / beta) p(z_k) / q(z_k), and -beta log E_p exp(f / beta)."""
     points = torch.linspace(-8, 8, 401, dtype=torch.float64)
     log_weight = torch.log_softmax(-points.square() / 2, 0)
     times = torch.full((1,), t, dtype=torch.float64)
     mean, log_std = model.encoder(x0, times, xt == model.space.mask_id).chunk(2, dim=-1)
 
-    def f(z: torch.Tensor) -> torch.Tensor:
-        logits = model.backbone(xt.expand(len(z), -1), times.expand(len(z)), cond=z[:, None]).logits
+    def f(z: Tensor) -> Tensor:
+        logits = model.backbone.predict(xt.expand(len(z), -1), times.expand(len(z)), cond=z[:, None]).logits
         token = torch.log_softmax(logits[..., :-1], -1).gather(-1, x0.expand(len(z), -1)[..., None]).squeeze(-1)
         return (token * (xt == model.space.mask_id)).sum(-1) / t
 
@@ -41,27 +93,19 @@ def test_objective_of_two_draws_is_the_integral_and_many_draws_reach_the_likelih
 ):
     config = VADDConfig(latent=1, draws=2, kl_weight=Constant(value=beta), elbo_weighted=elbo_weighted)
     x0, xt = torch.tensor([[2, 1]]), torch.tensor([row])
-    knobs = {"kl_weight": torch.tensor(beta, dtype=torch.float64)}
+    ramp = {"kl_weight": torch.tensor(beta, dtype=torch.float64)}
 
-    def drawn(draws: int, rows: int) -> torch.Tensor:
+    @torch.no_grad()
+    def drawn(draws: int, rows: int) -> Tensor:
         model = tiny(dataclasses.replace(config, draws=draws), size=4, mask_id=3)
         times = torch.full((rows,), t, dtype=torch.float64)
-        with torch.no_grad():
-            return model.objective(x0.expand(rows, -1), xt.expand(rows, -1), times, knobs, Rng(5)).loss
+        return model.infer_training(
+            noised(model, x0.expand(rows, -1), xt.expand(rows, -1), times), ramp, Rng(5)
+        ).rows.loss
 
-    weight = beta / t if elbo_weighted else beta
     with torch.no_grad():
-        two, limit = integrals(tiny(config, size=4, mask_id=3), x0, xt, t, weight)
-    loss = drawn(2, ROWS)
-    assert abs(loss.mean() - two) < 4 * loss.std() / ROWS**0.5
+        two, limit = integrals(tiny(config, size=4, mask_id=3), x0, xt, t, beta / t if elbo_weighted else beta)
+    loss = drawn(2, 20_000)
+    assert abs(loss.mean() - two) < 4 * loss.std() / math.sqrt(len(loss))
     assert two > limit + 0.1  # a bound, far from tight with an encoder that never learned
     assert drawn(4_000, 20).mean().item() == pytest.approx(limit, abs=0.05)
-
-
-def test_gradient_reaches_the_encoder_and_the_network(tiny):
-    model = tiny(VADDConfig(draws=3), size=4, mask_id=3)
-    x0 = torch.tensor([[2, 1], [0, 0]])
-    loss = model(x0, {"kl_weight": torch.tensor(1.0, dtype=torch.float64)}, Rng(0)).total
-    loss.backward()
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.encoder.parameters())
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.backbone.parameters())

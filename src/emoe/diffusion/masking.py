@@ -6,20 +6,18 @@ Alphas are given per sequence, `(B,)`, or as one number for the whole batch.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.diffusion.categorical import draw_categorical
 from emoe.kernels import compiled
-from emoe.types import TokenSpace
+from emoe.types import Logits, PerRow, Positions, Tokens
 
 NEG_INF = float("-inf")
 FEW = 16  # symbols up to which a sum over them all is quicker than an index, whose gradient has to be scattered
 
 
-def mask_tokens(
-    x: Int[Tensor, "B L"], keep: Float[Tensor, " B"], mask_id: int, generator: torch.Generator
-) -> Int[Tensor, "B L"]:
+def mask_tokens(x: Tokens, keep: PerRow, mask_id: int, generator: torch.Generator) -> Tokens:
     """Draw x_t ~ q(x_t | x_s) (Eq. 1), or q(x_t | x_0) (Eq. 12) with keep = alpha_t.
 
     Each token stays with probability keep = alpha_t / alpha_s and becomes the mask otherwise; a mask stays a mask.
@@ -31,22 +29,13 @@ def mask_tokens(
 
 
 @compiled
-def _masked_where(
-    x: Int[Tensor, "B L"], u: Float[Tensor, "B L"], keep: Float[Tensor, " B"], mask_id: int
-) -> Int[Tensor, "B L"]:
+def _masked_where(x: Tokens, u: Float[Tensor, "B L"], keep: PerRow, mask_id: int) -> Tokens:
     """The mask where u is not below keep."""
     return torch.where(u < keep.double()[:, None], x, mask_id)
 
 
-def forward_distribution(x: Int[Tensor, "B L"], keep: float, mask_id: int, size: int) -> Float[Tensor, "B L V"]:
-    """q(x_t^l | x_s^l) = Cat(keep * x_s + (1 - keep) * m) of Eq. 1 and 12, as probabilities in float64."""
-    stay = torch.nn.functional.one_hot(x, size).double() * keep
-    stay[..., mask_id] += 1 - keep
-    return stay
-
-
 @compiled
-def subs(logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int) -> Float[Tensor, "B L V"]:
+def subs(logits: Logits, xt: Tokens, mask_id: int) -> Logits:
     """log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
 
     At masked positions log_softmax over all symbols but the mask; elsewhere 0 at x_t and -inf at the rest.
@@ -59,19 +48,11 @@ def subs(logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int) -
 
 @compiled
 def log_chosen(log_x_theta: Float[Tensor, "*B L V"], x: Int[Tensor, "*B L"]) -> Float[Tensor, "*B L"]:
-    """log <x_theta^l, x^l> at every position."""
+    """log <x_theta^l, x^l> at every position (the terms of the sums in Eq. 17 and 19)."""
     if log_x_theta.shape[-1] > FEW:
         return log_x_theta.gather(-1, x[..., None]).squeeze(-1)
     symbol = torch.arange(log_x_theta.shape[-1], device=x.device)
     return torch.where(symbol == x[..., None], log_x_theta, 0.0).sum(-1)
-
-
-def masked_nll(log_x_theta: Float[Tensor, "B L V"], x0: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
-    """-sum over masked l of log <x_theta^l, x_0^l> (the sum of Eq. 17 and 19), nats per sequence.
-
-    Clean positions contribute exactly 0, because SUBS copies them.
-    """
-    return -log_chosen(log_x_theta, x0).sum(-1)
 
 
 def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tensor | float:
@@ -79,32 +60,17 @@ def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tens
     return (alpha_s - alpha_t) / (1 - alpha_t)
 
 
-def reverse_distribution(
-    log_x_theta: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], alpha_s: float, alpha_t: float, mask_id: int
-) -> Float[Tensor, "B L V"]:
-    """p(x_s^l | x_t) of Eq. 2-3 and 13-14 as probabilities: the plain reference of `unmask_step`.
-
-    A masked position keeps the mask with probability (1 - alpha_s) / (1 - alpha_t) and takes the tokens of x_theta
-    with the rest; a clean one stays.
-    """
-    reveal = reveal_probability(alpha_s, alpha_t)
-    masked = (xt == mask_id)[..., None]
-    probs = torch.where(masked, reveal * log_x_theta.exp(), log_x_theta.exp())
-    probs[..., mask_id] += masked[..., 0].to(probs.dtype) * (1 - reveal)
-    return probs
-
-
 def unmask_step(
-    log_x_theta: Float[Tensor, "B L V"],
-    xt: Int[Tensor, "B L"],
+    log_x_theta: Logits,
+    xt: Tokens,
     alpha_s: float,
     alpha_t: float,
     mask_id: int,
     *,
     reveal: torch.Generator,
     token: torch.Generator,
-) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
-    """Draw x_s ~ p(x_s | x_t, z) (Eq. 2-3), and say which positions it revealed.
+) -> tuple[Tokens, Positions]:
+    """Draw x_s ~ p(x_s | x_t, z), and which positions it revealed (Eq. 2-3, 13-14).
 
     Whether a position is revealed does not depend on its logits, so it is drawn first and apart from the token.
     """
@@ -112,22 +78,7 @@ def unmask_step(
     return torch.where(revealed, draw_categorical(log_x_theta, token), xt), revealed
 
 
-def draw_revealed(
-    xt: Int[Tensor, "B L"], alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator
-) -> Bool[Tensor, "B L"]:
+def draw_revealed(xt: Tokens, alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator) -> Positions:
     """Which masked positions are revealed between t and s, each with `reveal_probability`."""
     u = torch.rand(xt.shape, generator=generator, device=xt.device, dtype=torch.float64)
     return (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))
-
-
-def start_rows(
-    given: Int[Tensor, "_n _L"] | None, n: int, space: TokenSpace, device: torch.device
-) -> Int[Tensor, "n _L"]:
-    """Rows a sampler starts from: all masks, or a copy of `given`, whose shape and symbols are checked."""
-    if given is None:
-        return torch.full((n, space.length), space.mask_id, device=device)
-    if given.shape != (n, space.length):
-        raise ValueError(f"given: expected shape {(n, space.length)}, got {tuple(given.shape)}")
-    if given.min() < 0 or given.max() >= space.size:
-        raise ValueError(f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)")
-    return given.to(device, copy=True)

@@ -1,3 +1,3 @@
-"""Data, metrics and pictures: one module per domain, named after its kind unless it is listed here."""
+"""Data, metrics and figures: one module per domain, named after its kind unless it is listed here."""
 
 KINDS = {"mnist": "images", "digits": "images", "text": "text.data"}

@@ -1,38 +1,48 @@
-"""What a domain is: rows of integers to train on, fresh rows to compare with, and the measures of its samples."""
+"""A domain: rows of integers to train on, fresh rows to compare with, and the measures of samples."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from emoe.config import ConfigError, Family
+from emoe.domains.metrics import VALIDITY_ROWS, support_radius
+from emoe.figures import panels
+from emoe.figures.base import save
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Ink = Literal["auto", "dark", "light"]
 
 
 class DataError(ValueError):
-    """Data that cannot be used, with the place and the remedy."""
+    """Data that cannot be used, with the position of the fault and the remedy."""
 
     exit_code: ClassVar[int] = 3
 
 
 class Domain(ABC):
-    """A source of rows together with what makes a sample good."""
+    """A source of rows together with the measures of samples."""
 
     task: ClassVar[str]  # results/<task>.json
     name: str  # the `data` column of results, for instance "8-modes"
     space: TokenSpace
     rows: Integer[Tensor, "N L"]  # training rows
     fresh_rows: int | None = None  # how many rows `fresh` can give; None = any number
+    mapped: ClassVar[bool] = False  # rows stay on the disk, only batches are copied to the device
 
     @abstractmethod
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
@@ -42,20 +52,52 @@ class Domain(ABC):
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """All metrics of a pool of samples; `seed` picks the fresh rows they are compared with."""
 
-    @abstractmethod
-    def picture(self, pools: dict[str, Int[Tensor, "n L"]], path: Path, *, title: str = "") -> None:
-        """Draw pools side by side (name -> samples), one panel each, into an image file."""
+    @property
+    def support(self) -> Integer[Tensor, "m L"]:
+        """The set X of Eq. 39: the first 3,000 training rows."""
+        return self.rows[:VALIDITY_ROWS]
+
+    @functools.cached_property
+    def radius(self) -> float:
+        """r of Eq. 39, distances between rows taken in token numbers."""
+        return support_radius(self.support.long())
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash of the training rows; a run is resumed with equal rows only."""
+        return hashlib.sha256(self.rows.contiguous().numpy().data).hexdigest()
 
     def batches(
         self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1
     ) -> Callable[[int], Int[Tensor, "B L"]]:
         """The training batch of every step, as a function of the step."""
-        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world)
+        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world, mapped=self.mapped)
+
+    def figure(self, pools: Mapping[str, Int[Tensor, "_n L"]], *, title: str = "") -> Figure:
+        """Pools side by side, real data first: histograms of rows of two tokens, else heat maps of the first rows."""
+        pools = panels.truth_first(pools)
+        if self.space.length == 2:
+            pairs = {name: rows.cpu().numpy() for name, rows in pools.items()}
+            return panels.histograms(pairs, self.space.size - 1, title=title)
+        maps = {name: self.heat_map(rows[: panels.MOST_ROWS].cpu()) for name, rows in pools.items()}
+        return panels.heat_maps(maps, self.space.size - 2, title=title)
+
+    def heat_map(self, rows: Int[Tensor, "n L"]) -> np.ndarray:
+        """Cells of a heat map of rows; masked cells stay white."""
+        return rows.numpy()
+
+    def picture(self, pools: Mapping[str, Int[Tensor, "_n L"]], path: Path, *, title: str = "") -> None:
+        """Write the figure of pools (name -> samples) into an image file."""
+        save(self.figure(pools, title=title), path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DomainConfig(Family, package="emoe.domains"):
-    """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows."""
+class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
+    """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows.
+
+    The other methods read and write rows. They need the config alone, so a trained model draws and completes rows on a
+    machine without its training data.
+    """
 
     has_words: ClassVar[bool] = False  # `write` gives text, not numbers
 
@@ -63,22 +105,16 @@ class DomainConfig(Family, package="emoe.domains"):
         """Make the domain."""
         raise NotImplementedError
 
-    # What follows reads and shows rows. It needs the config alone: a trained model draws and completes rows where its
-    # training data are not.
-
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
-        """Rows for people to read, one line each: their tokens, unless the domain has words for them."""
+        """Rows as text, one line each: their tokens, or words."""
         return [" ".join(map(str, row)) for row in rows.tolist()]
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
-        """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`.
-
-        `ink` is for domains of pictures.
-        """
+        """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`."""
         from emoe.domains.rows.given import read_given
 
         if ink != "auto":
-            raise ConfigError([f"ink: is for pictures, but {self.kind!r} has none; leave it out"])
+            raise ConfigError([f"ink: is for images, but {self.kind!r} has none; leave it out"])
         return read_given(source, space)
 
     def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
@@ -87,22 +123,51 @@ class DomainConfig(Family, package="emoe.domains"):
 
         return read_positions(text, space.length)
 
-    def draw_completions(
-        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace,
-        path: Path,
-    ) -> None:  # fmt: skip
-        """Draw into an image file the rows as they were read, what was kept of them, and their completions."""
-        from emoe.domains.rows.given import draw_completions
+    def completion_figure(
+        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace
+    ) -> Figure:
+        """The rows as they were read, the tokens that were kept, and the completions, a line for each completion."""
+        pools = completion_pools(rows, given, samples).items()
+        masked = {name: np.ma.masked_equal(pool.cpu().numpy(), space.mask_id) for name, pool in pools}
+        return panels.heat_maps(masked, max(token for token in range(space.size) if token != space.mask_id))
 
-        draw_completions(rows, given, samples, space, path)
+
+def completion_pools(
+    rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"]
+) -> dict[str, Int[Tensor, "mn L"]]:
+    """Given rows, kept tokens and completions as pools of equal length."""
+    repeated = [rows.repeat_interleave(samples.shape[1], 0), given.repeat_interleave(samples.shape[1], 0)]
+    return dict(zip(("given", "kept", "completions"), [*repeated, samples.flatten(0, 1)], strict=True))
+
+
+def random_state(seed: int) -> np.random.RandomState:
+    """A generator whose stream NumPy has promised never to change, seeded with all 63 bits."""
+    return np.random.RandomState(np.random.MT19937(seed))
+
+
+class SplitDomain(Domain):
+    """A domain with a fixed split of held-out rows."""
+
+    test_rows: Integer[Tensor, "M L"]
+    stream: ClassVar[str]  # of random numbers for `fresh`
+
+    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
+        """`n` of the held-out rows, drawn by `seed` without replacement."""
+        rows = self.test_rows
+        if n > len(rows):  # repeating rows would make errors look smaller than they are
+            raise DataError(
+                f"{self.name}: {n:,} rows that were not trained on are asked for, but the held-out split has "
+                f"{len(rows):,}; ask for at most that many (emoe eval --rows {len(rows)})"
+            )
+        generator = torch.Generator().manual_seed(derive_seed(self.stream, "fresh", seed))
+        return rows[torch.randperm(len(rows), generator=generator)[:n]].long()
 
 
 class ShuffledRows:
     """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
 
-    Batch h of the whole job holds places h * B .. (h + 1) * B - 1 of that sequence, so a batch that runs over the
-    end of one shuffle is filled from the next and every row is seen equally often. Ranks take equal slices of it.
-    Rows given as uint8 stay so on the device, an eighth of the memory; batches are int64 in any case.
+    Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, of which ranks take equal slices.
+    uint8 rows stay uint8 on the device; batches are int64 in any case.
     """
 
     def __init__(
@@ -114,10 +179,12 @@ class ShuffledRows:
         device: torch.device | str = "cpu",
         rank: int = 0,
         world: int = 1,
+        mapped: bool = False,
     ):
         if batch % world:
             raise ValueError(f"train.batch: {batch} rows cannot be split evenly over {world} ranks")
-        self.rows = rows.to(device=device, dtype=torch.uint8 if rows.dtype == torch.uint8 else torch.long)
+        dtype = torch.uint8 if rows.dtype == torch.uint8 else torch.long
+        self.rows, self.device = rows if mapped else rows.to(device=device, dtype=dtype), torch.device(device)
         self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
         self._orders: dict[int, Tensor] = {}
 
@@ -134,8 +201,8 @@ class ShuffledRows:
         start = step * self.batch + self.rank * count
         parts = []
         while count:
-            epoch, place = divmod(start, len(self.rows))
-            part = self._order(epoch)[place : place + count]
+            epoch, first = divmod(start, len(self.rows))
+            part = self._order(epoch)[first : first + count]
             parts.append(part)
             start, count = start + len(part), count - len(part)
-        return self.rows[parts[0] if len(parts) == 1 else torch.cat(parts)].long()
+        return self.rows[parts[0] if len(parts) == 1 else torch.cat(parts)].long().to(self.device)

@@ -18,16 +18,29 @@ Precision = Literal["fp32", "tf32", "bf16"]
 class _Settings(NamedTuple):
     matmul: str
     deterministic: bool
+    warn_only: bool
     benchmark: bool
+
+    @classmethod
+    def current(cls) -> _Settings:
+        return cls(
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+        )
 
     def apply(self) -> None:
         torch.set_float32_matmul_precision(self.matmul)
-        torch.use_deterministic_algorithms(self.deterministic)
+        wanted = self.deterministic, self.warn_only
+        present = _Settings.current()
+        if (present.deterministic, present.warn_only) != wanted:  # the call imports torch's compiler, which takes 2 s
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.backends.cudnn.benchmark = self.benchmark
 
 
 _lock = threading.Lock()
-_active: list[tuple[int, _Settings]] = []  # thread and settings of the blocks under way
+_active: dict[object, tuple[int, _Settings]] = {}  # thread and settings of each block under way, oldest first
 _original: list[_Settings] = []  # what was set before the first of them
 
 
@@ -41,21 +54,20 @@ def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator
     Raises:
         ConfigError: Another thread works with other settings.
     """
-    wanted = _Settings("highest" if precision == "fp32" else "high", deterministic, not deterministic)
-    entry = threading.get_ident(), wanted
+    wanted = _Settings("highest" if precision == "fp32" else "high", deterministic, False, not deterministic)
+    block, thread = object(), threading.get_ident()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     with _lock:
-        if any(thread != entry[0] and settings != wanted for thread, settings in _active):
+        if any(other != thread and settings != wanted for other, settings in _active.values()):
             raise ConfigError(["precision: another thread of this process works with other settings; use the same"])
         if not _active:
-            backends = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
-            _original[:] = [_Settings(torch.get_float32_matmul_precision(), backends[1], backends[0])]
-        _active.append(entry)
+            _original[:] = [_Settings.current()]
+        _active[block] = thread, wanted
         wanted.apply()
     try:
         yield
     finally:
         with _lock:
-            _active.remove(entry)
-            (_active[-1][1] if _active else _original[0]).apply()
+            del _active[block]
+            (next(reversed(_active.values()))[1] if _active else _original[0]).apply()

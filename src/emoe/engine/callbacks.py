@@ -15,6 +15,7 @@ from emoe.config import ConfigError
 from emoe.console import Progress
 from emoe.engine.metricslog import read_metrics
 from emoe.engine.signals import StopSignal
+from emoe.rng import derive_seed
 
 GRACE, PATIENCE = 0.1, 0.04  # shares of training: before collapse is looked for, and for which it must last
 
@@ -55,7 +56,7 @@ class FitResult:
 class Callback:
     """Watches a run. Its methods do nothing by default; an exception in one ends the run, which can be resumed.
 
-    All but `should_stop` are called in the first of several processes only.
+    With several processes rank 0 alone calls them, except for `should_stop`.
     """
 
     def on_start(self, info: FitInfo) -> None:
@@ -139,13 +140,15 @@ class WandB(Callback):
         self.options = options
 
     def on_start(self, info: FitInfo) -> None:
-        """Start or resume the run named like the folder."""
+        """Start or resume the run of the folder."""
         try:
             import wandb
         except ImportError:
             raise ConfigError(["wandb: the package is missing; pip install wandb"]) from None
-        options = {"dir": str(info.run_dir), "id": info.run_dir.name, "resume": "allow"} | self.options
-        self.run: Any = wandb.init(**options)
+        # Folders of several sweeps have the same name: the id is of the whole path.
+        id_ = f"{derive_seed(info.run_dir.resolve()):016x}"
+        options = {"dir": str(info.run_dir), "name": info.run_dir.name, "id": id_, "resume": "allow"}
+        self.run: Any = wandb.init(**options | self.options)
 
     def on_log(self, record: dict[str, Any]) -> None:
         """Log the numbers."""

@@ -28,6 +28,7 @@ from emoe.files import DAMAGED, StorageError
 __all__ = ["Checkpoint", "NewerSchemaError", "StorageError", "latest", "load", "load_latest", "save"]
 
 SCHEMA = 1
+WEIGHTS = ("model", "ema")  # groups that sampling needs
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-[0-9]{9,}")
 _GROUP = re.compile(r"[A-Za-z0-9_]+")
@@ -111,9 +112,9 @@ def save(
     return final
 
 
-def latest(root: Path) -> Path | None:
-    """The newest checkpoint with a sound manifest and files of the right sizes; their bytes are not read."""
-    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder)), None)
+def latest(root: Path, *, groups: Collection[str] | None = None) -> Path | None:
+    """The newest checkpoint with a sound manifest and files (of these groups) of the right sizes; none is read."""
+    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder, groups)), None)
 
 
 def load(path: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None) -> Checkpoint:
@@ -126,12 +127,12 @@ def load(path: Path, device: torch.device | str = "cpu", *, groups: Collection[s
     """
     if path.is_file():
         raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
-    step, meta, files = _read_manifest(path)
+    step, meta, files = _read_manifest(path, groups)
     if extra := sorted({entry.name for entry in path.iterdir()} - set(files) - {MANIFEST}):
         _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(extra))
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, entry in files.items():
-        if groups is not None and entry.group not in groups:
+        if not _wanted(entry, groups):
             continue
         group = tensors.setdefault(entry.group, {})
         for key, tensor in _read_tensors(path / name, entry).items():
@@ -181,16 +182,20 @@ def _write_tensors(
 
 def _folders(root: Path) -> list[Path]:
     """All step folders, oldest first, valid or not."""
-    found = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)] if root.is_dir() else []
-    return sorted(found, key=_step_of)
+    folders = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)] if root.is_dir() else []
+    return sorted(folders, key=_step_of)
 
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _read_manifest(folder: Path) -> tuple[int, dict[str, Any], dict[str, _File]]:
-    """Step, meta and files, once the seal, the schema and the presence and sizes of the files are checked."""
+def _wanted(entry: _File, groups: Collection[str] | None) -> bool:
+    return groups is None or entry.group in groups
+
+
+def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple[int, dict[str, Any], dict[str, _File]]:
+    """Step, meta and files, once the seal, the schema and the presence and sizes of the groups' files are checked."""
     path = folder / MANIFEST
     content = storage.read_sealed(path)
     try:
@@ -204,9 +209,10 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, Any], dict[str, _File]]
     # Names come from a file that may be foreign: nothing outside the folder, nothing but safetensors.
     if odd := [name for name in files if not _FILE.fullmatch(name)]:
         raise StorageError(path, f"lists files that are not safetensors: {odd}", "pickles are never loaded")
-    if missing := [name for name in files if not (folder / name).is_file()]:
+    wanted = {name: entry for name, entry in files.items() if _wanted(entry, groups)}
+    if missing := [name for name in wanted if not (folder / name).is_file()]:
         raise StorageError(folder, f"lacks {', '.join(missing)}", DAMAGED)
-    if wrong := [name for name, entry in files.items() if (folder / name).stat().st_size != entry.size]:
+    if wrong := [name for name, entry in wanted.items() if (folder / name).stat().st_size != entry.size]:
         raise StorageError(folder, f"has files of the wrong size: {', '.join(wrong)}", DAMAGED)
     return step, meta, files
 
@@ -218,10 +224,10 @@ def _read_tensors(path: Path, entry: _File) -> dict[str, Tensor]:
         raise StorageError(path, str(error), DAMAGED) from error
 
 
-def _is_valid(folder: Path, *, thorough: bool = False) -> bool:
+def _is_valid(folder: Path, groups: Collection[str] | None = None, *, thorough: bool = False) -> bool:
     """Whether manifest and file sizes are right; `thorough` also reads and hashes every byte."""
     try:
-        _, _, files = _read_manifest(folder)
+        _, _, files = _read_manifest(folder, groups)
         for name in files if thorough else ():
             storage.read_verified(folder / name, files[name].sha256)
     except NewerSchemaError:

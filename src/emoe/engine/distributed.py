@@ -1,4 +1,4 @@
-"""Several processes that train one run: who is here, means over all of them, and what happens when one is lost.
+"""Several processes that train one run: ranks, means over all of them, and a clear end when one is lost.
 
 The processes are started by `torchrun`, or by anything else that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT. Gradients travel by NCCL between GPUs and by gloo between CPUs; flags always by gloo, so that reading
@@ -55,12 +55,12 @@ class World:
         return number if self.size == 1 else self.any_of([number])[0]
 
     def any_of(self, numbers: Sequence[int]) -> list[int]:
-        """The largest number at each place; equal lengths everywhere."""
+        """The largest number at each index; equal lengths everywhere."""
         if self.size == 1:
             return list(numbers)
-        found = torch.tensor([int(number) for number in numbers])
-        self._call(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=self._control)
-        return [int(number) for number in found.tolist()]
+        largest = torch.tensor([int(number) for number in numbers])
+        self._call(dist.all_reduce, largest, op=dist.ReduceOp.MAX, group=self._control)
+        return [int(number) for number in largest.tolist()]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Put the mean over all processes into every tensor, the same bits in each process."""
@@ -83,9 +83,9 @@ class World:
         if self.size == 1:
             return
         own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        self._call(dist.all_gather, every, own, group=self._control)
-        others = [str(rank) for rank, one in enumerate(every) if not torch.equal(one, every[0])]
+        digests = [torch.empty_like(own) for _ in range(self.size)]
+        self._call(dist.all_gather, digests, own, group=self._control)
+        others = [str(rank) for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
         if others:
             raise ConfigError([f"ranks: {problem} (rank {', '.join(others)} differs from rank 0)"])
 
@@ -116,12 +116,12 @@ class World:
         del control
         gc.collect()
         lost = ", ".join(map(str, self._missing()))
-        told = (
+        problem = (
             f"lost rank {lost}, which has ended or did not answer in {timeout_seconds():g} s (${TIMEOUT})"
             if lost
             else f"an exchange with the other ranks failed, though all are there ({reason})"
         )
-        raise LostRank(f"rank {self.rank}: {told}; start all processes again with --resume")
+        raise LostRank(f"rank {self.rank}: {problem}; start all processes again with --resume")
 
     def _missing(self) -> list[int]:
         """The ranks that do not say that they are there, by the store that all of them met at."""
@@ -192,7 +192,7 @@ def joined(device: torch.device) -> Iterator[World]:
     world = World(rank, size, store, control)
     try:
         yield world
-        world.agree(0)  # who ends early is taken for lost by those that still work
+        world.agree(0)  # a process that ends early would count as lost
     except BaseException:
         # NCCL may now wait for operations that never end; the end of the process frees it too.
         if backend == "gloo" and dist.is_initialized():
@@ -205,7 +205,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors in groups of one dtype and about BUCKET_BYTES, in the same order in every process."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket, size = [], 0
-        for tensor in (one for one in tensors if one.dtype == dtype):
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
             bucket.append(tensor)
             size += tensor.nbytes
             if size >= BUCKET_BYTES:

@@ -85,7 +85,7 @@ def fit(
     """Train `module` to `train.steps` updates in `run_dir`, whose lock is held meanwhile.
 
     With a `world` of several processes all of them call this with the same arguments, except for the rank of `rng` and
-    its share of the batches. They stop at the same step when one of them is asked to; rank 0 writes everything.
+    its part of the batches. They stop at the same step when one of them is asked to; rank 0 writes everything.
 
     Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
     at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU if
@@ -183,6 +183,7 @@ def _record(stepper: Stepper, step: int) -> dict[str, Any]:
     optimizer = stepper.optimizer
     return {
         "step": step,
+        "loss": stepper.loss.total.item(),
         **values,
         "grad_norm": optimizer.grad_norm.item(),
         "skipped": int(optimizer.skipped.item()),

@@ -39,9 +39,9 @@ class MetricsLog:
         """Open the log of a run that restarts after `step`: later lines and a torn one are dropped."""
         try:
             data = path.read_bytes() if path.exists() else b""
-            kept = b"".join(line + b"\n" for line in data.split(b"\n") if _step_of(line) <= step)
-            if kept != data:
-                replace_file(path, kept)
+            before = b"".join(line + b"\n" for line in data.split(b"\n") if _step_of(line) <= step)
+            if before != data:
+                replace_file(path, before)
         except OSError as error:
             raise StorageError(path, f"cannot be rewritten ({error.strerror})", "free space, then resume") from error
         return cls(path)

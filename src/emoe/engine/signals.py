@@ -41,7 +41,7 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._former[number] = signal.signal(number, self._handle)
-            # Whoever started this process may have blocked signals, and a blocked one is never handled.
+            # A parent process may have blocked signals, and a blocked one is never handled.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._former)
         return self
 

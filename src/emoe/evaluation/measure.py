@@ -13,12 +13,12 @@ from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
-from emoe.domains.toy.metrics import overlap_of_law, validity_of_law
+from emoe.domains.toy.densities import overlap_of_law, validity_of_law
 from emoe.evaluation.likelihood import held_out_rows, likelihoods
-from emoe.reporting.results import Row
 from emoe.exact.laws import exact_laws, kl_data_model
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
+from emoe.reporting.results import Row
 from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,15 +68,13 @@ def check_chain(method: Method) -> Schedule:
         ConfigError: It has no such chain, or its tables are too large.
     """
     if method.chain_schedule is None:
-        raise ConfigError([f"exact: {method.label} has no chain of factorised steps, so its law is not known here"])
+        raise ConfigError(f"exact: {method.label} has no chain of factorised steps, so its law is not known here")
     space = method.space
     numbers = (2 * (space.size - 1)) ** space.length
     if numbers > MOST_NUMBERS:
         raise ConfigError(
-            [
-                f"exact: {space.size - 1} symbols in {space.length} positions make tables of {numbers:,} numbers, more "
-                f"than {MOST_NUMBERS:,}; ask for bound@T or iw@T,K, which need no enumeration"
-            ]
+            f"exact: {space.size - 1} symbols in {space.length} positions make tables of {numbers:,} numbers, more "
+            f"than {MOST_NUMBERS:,}; ask for bound@T or iw@T,K, which need no enumeration"
         )
     return method.chain_schedule
 
@@ -136,15 +133,6 @@ def law_work(method: Method, nfe: Iterable[int]) -> int:
     """Times at which `exact_laws` reads the network, a measure of how long it takes; its `tick` counts the same."""
     times = {time for steps in nfe for time in grid_times(steps)[1:]}
     return len(times) * (REPEATS if method.draws_components else 1)
-
-
-def law_error(laws: Float[Tensor, "repeats ..."]) -> tuple[float, float]:
-    """Error of the mean of independent estimates of a law: in total variation, and of the worst cell.
-
-    Standard errors of each cell from the spread of the estimates; the first is half their sum.
-    """
-    error = laws.std(0, correction=1) / math.sqrt(len(laws))
-    return error.sum().item() / 2, error.max().item()
 
 
 def exact_nll(law: Table, rows: Int[Tensor, "n L"], *, mask_id: int | None = None) -> Float[Tensor, " n"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,12 @@ REFERENCE = "0.4"  # colour of lines that are no method: real data, the ideal fa
 CYCLE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948", "#ff9da7", "#79706e")
 
 
-def canvas(width: float, height: float, *, title: str = "") -> Figure:
-    """An empty figure of a size in inches.
-
-    Args:
-        width: Its width.
-        height: Its height.
-        title: A heading over all panels.
-    """
+def canvas(width: float, height: float, *, title: str = "", dpi: int = DPI) -> Figure:
+    """An empty figure of a size in inches, with a heading over all panels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=10)
@@ -49,14 +44,16 @@ def legend_below(figure: Figure, *, columns: int = 6) -> None:
         )
 
 
-def save(figure: Figure, path: Path, *, dpi: int = DPI) -> None:
+def save(figure: Figure, path: Path, *, dpi: int | None = None) -> None:
     """Write an image whose format is the ending of its name; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
+        figure.savefig(path, dpi=dpi or "figure")
 
 
-def png(figure: Figure, *, dpi: int = DPI) -> bytes:
+def png(figure: Figure, *, dpi: int | None = None) -> bytes:
     """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=dpi or "figure")
     return buffer.getvalue()

@@ -1,7 +1,7 @@
 """Kernels for logits over a large vocabulary: each logit is read once forward, and read and written once backward.
 
-PyTorch takes a dozen passes over them: to single precision, maximum, exponential, sum, and back. `diffusion.chunks`
-holds the plain form, and tests hold the two together.
+PyTorch takes a dozen passes over them: to single precision, maximum, exponential, sum, and back. `diffusion.head`
+holds the plain form, and a test compares the two.
 """
 
 # Triton's names are no types for a checker, and tensors in a kernel have no shapes to annotate.

@@ -44,7 +44,7 @@ def alias(old: str, name: str) -> None:
 def _add(name: str, new: Recipe) -> None:
     other = _RECIPES.get(name, new)
     if other.origin != new.origin:
-        raise ConfigError([f"recipe: {name!r} is already in {other.origin}; choose another name"])
+        raise ConfigError(f"recipe: {name!r} is in both {other.origin} and {new.origin}; choose another name for one")
     _RECIPES[name] = new
 
 
@@ -58,7 +58,8 @@ def all_recipes() -> dict[str, Recipe]:
 def get_recipe(name: str) -> Experiment:
     """Build the experiment of a recipe; earlier names work too."""
     recipes = all_recipes()
-    name = _ALIASES.get(name, name)
     if name not in recipes:
-        raise ConfigError([f"recipe: {name!r} is not known{hint(name, list(recipes))}"])
+        name = _ALIASES.get(name, name)
+    if name not in recipes:
+        raise ConfigError(f"recipe: {name!r} is not known{hint(name, list(recipes))}")
     return recipes[name].build()

@@ -1,4 +1,4 @@
-"""Generated blocks of README and docs: numbers in prose come from `results/`, never from a keyboard.
+"""Generated blocks of README, docs and pages of results: numbers in prose come from `results/*.json`.
 
 A block is everything between the lines `<!-- generated:NAME -->` and `<!-- /generated:NAME -->`. Run
 `python -m emoe.reporting.docs` to bring all blocks up to date, or with `--check` to list which are stale.
@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from emoe.files import replace_file
-from emoe.reporting import images, latent, likelihood, steps, text, ties, toy
+from emoe.reporting import images, latent, likelihood, steps, summary, text, ties, toy
 from emoe.reporting.cells import names
 from emoe.reporting.render import markdown
-from emoe.reporting.results import ResultsError, load_once
+from emoe.reporting.results import Results, ResultsError, load_once
 from emoe.reporting.table import Table
 
-TOGETHER = {"toy-validity": "toy-overlap"}  # blocks that need another one in the same file
 COMMANDS = {
     "benchmark": "python benchmarks/step_time.py --record",
     "scaling-64": "emoe reproduce scaling",
@@ -81,8 +80,7 @@ def _nothing(what: str, command: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "toy-validity": _block(partial(toy.toy_tables, metric="validity"), "toy"),
-    "toy-overlap": _block(partial(toy.toy_tables, metric="overlap"), "toy"),
+    "summary": _block(summary.summary, "toy", "mnist", "text"),
     "toy-source": _block(toy.source, "toy"),
     "toy-gaps": _block(toy.gaps, "toy"),
     "toy-exact": _block(toy.exact_tables, "toy"),
@@ -96,20 +94,27 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "estimator-table": _block(latent.estimator_tables, "estimators"),
     "information": _block(latent.information_tables, "information"),
     "route-limit": _block(latent.route_limit, "route-limit", "toy"),
+    "mnist-bpd": _block(images.bpd_tables, "mnist"),
+    "mnist-figures": partial(_figures, "mnist"),
+    "text-checks": _block(partial(text.text_tables, "checks"), "text"),
+    "text-tiny-checks": _block(partial(text.text_tables, "checks"), "text-tiny"),
     **{f"search-{name}": partial(_search, name) for name in SEARCHES},
     **{f"{file}-table": _block(ties.scaling_tables, file) for file in ("scaling", "scaling-64")},
     **{f"{file}-health": _block(ties.health_tables, file) for file in ("scaling", "scaling-64")},
-    **{f"{file}-bpd": _block(images.bpd_tables, file) for file in ("mnist", "digits")},
-    **{f"{file}-nfe": _block(images.nfe_tables, file) for file in ("mnist", "digits")},
-    **{f"text-{name}": _block(partial(text.text_tables, name), "text") for name in text.TABLES},
-    **{f"text-tiny-{name}": _block(partial(text.text_tables, name), "text-tiny") for name in text.TABLES},
-    **{f"{study}-figures": partial(_figures, study) for study in ("mnist", "digits", "text", "text-tiny")},
+}
+# Whole pages below results/, made of the file of the same name.
+PAGES: dict[str, Callable[[Results], str]] = {
+    "toy": toy.toy_page,
+    "mnist": partial(images.image_page, task="mnist"),
+    "digits": partial(images.image_page, task="digits"),
+    "text": text.text_page,
+    "text-tiny": text.text_page,
 }
 
 
 def render(page: str, folder: Path) -> tuple[str, list[str]]:
     """A Markdown text with all its blocks made anew from a folder of results, and the names of those that changed."""
-    names, stale = set[str](), list[str]()
+    stale: list[str] = []
 
     def fresh(match: re.Match[str]) -> str:
         name, line = match["name"], page.count("\n", 0, match.start()) + 1
@@ -121,14 +126,10 @@ def render(page: str, folder: Path) -> tuple[str, list[str]]:
             raise BlockError(f"line {line}: no block {name!r}; known: {', '.join(sorted(BLOCKS))}")
         content = BLOCKS[name](folder).strip("\n")
         text = f"<!-- generated:{name} -->\n\n{content}\n\n<!-- /generated:{name} -->"
-        names.add(name)
         stale.extend([name] * (text != match[0]))
         return text
 
     text = _BLOCK.sub(fresh, page)
-    for first, second in TOGETHER.items():
-        if first in names and second not in names:
-            raise BlockError(f"the block {first} needs {second} in the same file")
     return text, stale
 
 
@@ -139,10 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs/ and results/")
     options = parser.parse_args(arguments)
     stale = 0
-    for path in [options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))]:
+    pages = [*sorted((options.root / "docs").rglob("*.md")), *sorted((options.root / "results").glob("*.md"))]
+    for path in [options.root / "README.md", *pages]:
         try:
             page = path.read_text(encoding="utf-8")
             fresh, changed = render(page, options.root / "results")
+            source = path.with_suffix(".json")
+            if path.parent.name == "results" and path.stem in PAGES and source.exists():
+                fresh, changed = (text := PAGES[path.stem](load_once(source))), [path.stem] * (text != page)
         except (OSError, BlockError, ResultsError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 2

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.domains.base import DomainConfig, Ink
+from emoe.figures.base import save
 from emoe.types import TokenSpace
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ class Completion:
     @property
     def texts(self) -> list[list[str]]:
         """The completions of each given row, written out as the domain does: as text if it is one."""
-        return [self.domain.write(found) for found in self.samples]
+        return [self.domain.write(rows) for rows in self.samples]
 
     def picture(self, path: Source) -> None:
         """Draw the rows as they were read, what was kept, and completions."""
-        self.domain.draw_completions(self.rows, self.given, self.samples, self.space, Path(path))
+        save(self.domain.completion_figure(self.rows, self.given, self.samples, self.space), Path(path))
 
 
 def complete(
@@ -111,13 +112,13 @@ def prepare(
         if kept.dtype != torch.bool or kept.shape not in (rows.shape, rows.shape[1:]):
             raise ConfigError([f"keep: expected booleans of shape {tuple(rows.shape[1:])} or {tuple(rows.shape)}"])
         if (empty := kept & wanted).any():
-            row, place = empty.nonzero()[0].tolist()
-            raise ConfigError([f"keep: position {place} is to stay, but given row {row} has no token there"])
+            row, position = empty.nonzero()[0].tolist()
+            raise ConfigError([f"keep: position {position} is to stay, but given row {row} has no token there"])
         wanted = ~kept.expand_as(rows)
     full = (~wanted.any(1)).nonzero().flatten().tolist()
     if full:
-        told = "all tokens stay" if keep is not None else "all tokens are given; say with --keep which of them stay"
-        raise ConfigError([f"given: nothing to fill in, in row {full[0]} {told}"])
+        reason = "all tokens stay" if keep is not None else "all tokens are given; say with --keep which of them stay"
+        raise ConfigError([f"given: nothing to fill in, in row {full[0]} {reason}"])
     return rows, rows.masked_fill(wanted, space.mask_id)
 
 

@@ -45,7 +45,7 @@ PACKAGED = Path(__file__).parents[1] / "weights"
 AGAIN = "get the release again from where it came from"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_TOLD = 5  # tensors that an error names; a wrong size of the network concerns them all
+_NAMED = 5  # tensors that an error names; a wrong size of the network concerns them all
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def folders() -> list[Path]:
 
 
 def released() -> dict[str, Path]:
-    """Name -> folder of every released model that is here; of equal names the first one found."""
-    found: dict[str, Path] = {}
+    """Name -> folder of every released model that is here; of equal names the first one counts."""
+    models: dict[str, Path] = {}
     for root in folders():
         for folder in sorted(root.iterdir()) if root.is_dir() else []:
             if _NAME.fullmatch(folder.name) and (folder / CONFIG).is_file():
-                found.setdefault(folder.name, folder)
-    return found
+                models.setdefault(folder.name, folder)
+    return models
 
 
 def find(name: str | Path) -> Path | None:
@@ -95,7 +95,7 @@ def from_pretrained(
     """Open a released model. No training data are needed until `.domain` is asked for.
 
     Args:
-        name: A name (`emoe.pretrained.released()` lists them), or the folder of a release.
+        name: A name (`emoe.runs.pretrained.released()` lists them), or the folder of a release.
         device: auto, cpu, cuda or cuda:N.
         settings: Overrides that do not change the weights, such as `{"method.route-tau": "0"}`, or that say where
             the data are, such as `{"domain.path": "rows.npy"}`.
@@ -125,7 +125,7 @@ def from_pretrained(
 
 
 def experiment_of(path: Path) -> Experiment:
-    """What a release was trained as; the weights are not read."""
+    """The experiment of a release; the weights are not read."""
     return _experiment(_read_config(path), path)
 
 
@@ -149,7 +149,7 @@ def release(
 ) -> Release:
     """Write the weights of a finished run as `out/NAME`, whole or not at all.
 
-    Parameters are rounded to 16 bits, buffers stay as they are. Of where the data lay only a file's name is kept: the
+    Parameters are rounded to 16 bits, buffers stay as they are. Paths of the data are cut to the file's name: the
     folders of this machine mean nothing on another.
 
     Args:
@@ -165,7 +165,7 @@ def release(
         StorageError: Disk full or not writable. Nothing is left behind.
     """
     source, root = Path(run_dir), Path(out)
-    name = _check(source, root, name, unfinished)
+    name = check_release(source, root, name, unfinished)
     experiment = Experiment.load(source / "experiment.json")
     held: Weights = "ema" if experiment.train.ema else "model"
     run = load_run(source, device="cpu", weights=held)
@@ -196,7 +196,7 @@ def release(
 
 
 def _unknown(name: str | Path) -> str:
-    """What to say of something that is no release."""
+    """The message for something that is no release."""
     path = Path(name)
     if (path / "experiment.json").is_file():
         return f"weights: {path} is a run folder, not a release; open it with emoe.load_run, or export it: emoe release"
@@ -209,12 +209,12 @@ def _unknown(name: str | Path) -> str:
     return f"weights: no released model is called {str(name)!r}; there are: {there} (in {searched}; set EMOE_WEIGHTS)"
 
 
-def _check(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
-    """The name of the release of a run, once nothing that can be known beforehand speaks against it."""
+def check_release(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
+    """The name of the release of a run, after all checks that need no weights."""
     if not (source / "experiment.json").is_file():
         raise ConfigError([f"run: {source} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
     experiment = Experiment.load(source / "experiment.json")
-    newest = checkpoint.latest(source / "checkpoints")
+    newest = checkpoint.latest(source / "checkpoints", groups=checkpoint.WEIGHTS)
     if newest is None:
         raise ConfigError([f"run: {source} has no checkpoint yet; train it with: emoe train ... --resume"])
     _check_finished(source, checkpoint.load(newest, groups=()).step, experiment, unfinished)
@@ -292,7 +292,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         content = storage.read_sealed(path)
     except StorageError as error:
-        # What fits a checkpoint (take an older one) is no help here.
+        # The remedy for a checkpoint (take an older one) is no help here.
         raise StorageError(path, "is not what emoe release wrote: its SHA-256 does not match", AGAIN) from error
     with _parsing(path):
         if int(content["schema"]) > SCHEMA:
@@ -335,7 +335,7 @@ def _fill(method: Method, tensors: Mapping[str, Tensor], path: Path) -> None:
         elif have.is_floating_point() != want.is_floating_point():
             faults.append(f"{name} holds {have.dtype}, the model wants {want.dtype}")
     if faults:
-        more = [f"  and {len(faults) - _TOLD} more"] if len(faults) > _TOLD else []
-        lines = [f"  {fault}" for fault in sorted(faults)[:_TOLD]]
+        more = [f"  and {len(faults) - _NAMED} more"] if len(faults) > _NAMED else []
+        lines = [f"  {fault}" for fault in sorted(faults)[:_NAMED]]
         raise ConfigError([f"weights: {path} does not fit the model of its config and these settings", *lines, *more])
     method.load_state_dict({name: tensor.to(wanted[name].dtype) for name, tensor in tensors.items()})

@@ -61,7 +61,7 @@ def draw(
     batch: int | None = None,
     given: Int[Tensor, "n L"] | None = None,
     sampler: SamplerConfig = PLAIN,
-    precision: Precision = "fp32",
+    precision: Precision | None = None,
     on_step: OnStep | None = None,
 ) -> Pool:
     """Draw n rows with `nfe` network calls each; a pure function of the arguments and the weights.
@@ -74,7 +74,7 @@ def draw(
         batch: Rows drawn at a time, which bounds the memory; another size gives other rows. None: all at once.
         given: Rows with the mask where tokens are wanted; all other tokens stay.
         sampler: How masked diffusion methods draw.
-        precision: Arithmetic of matrix products.
+        precision: Arithmetic of matrix products; None leaves torch's settings as they are.
         on_step: Called after every reverse step of every batch.
 
     Raises:
@@ -88,15 +88,16 @@ def draw(
     if given is None:
         given = torch.full((1, space.length), space.mask_id).expand(n, -1)
     if given.shape != (n, space.length):
-        raise ValueError(f"given: expected shape {(n, space.length)}, got {tuple(given.shape)}")
+        raise ConfigError([f"given: expected {n} rows of {space.length} tokens, got shape {tuple(given.shape)}"])
     if given.min() < 0 or given.max() >= space.size:
-        raise ValueError(f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)")
+        raise ConfigError([f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)"])
+    settings = contextlib.nullcontext() if precision is None else arithmetic(precision)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     rng, began, training = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic(), method.training
     parts, rows = [], 0
     method.eval()
     try:
-        with arithmetic(precision), autocast:
+        with settings, autocast:
             for start in range(0, n, batch or n):
                 x = given[start : start + (batch or n)].to(device, copy=True)
                 with count_calls(method.backbone) as count:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -85,9 +84,9 @@ def train(
     label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
     shown: Sequence[Callback] = [ProgressBar(label)] if callbacks is None else callbacks
     with joined(where) as world, contextlib.ExitStack() as stack:
-        domain = domain or experiment.domain.build(experiment.seed)
+        domain = experiment.domain.build(experiment.seed) if domain is None else domain
         method = experiment.build_method(domain.space).to(where)
-        data = hashlib.sha256(domain.rows.contiguous().numpy().data).hexdigest()
+        data = domain.sha256
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
         problem = "they were started with other fields, data or versions; give all the same command"
         world.check_same(everything, problem)
@@ -219,7 +218,7 @@ def load_run(
         names = ", ".join(sorted(pretrained.released()))
         raise ConfigError([problem, *([f"run: nor is it a released model; there are: {names}"] if names else [])])
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
-    saved = checkpoint.load_latest(path / "checkpoints", groups=("model", "ema"))
+    saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
     if domain is None and "space" not in saved.meta:  # a run of an earlier version

@@ -16,13 +16,13 @@ from jaxtyping import UInt8
 from emoe.config import ConfigError
 from emoe.domains.base import Domain
 from emoe.domains.images import Images, as_images
-from emoe.domains.images.film import Recorder, write_film
-from emoe.domains.images.pictures import mosaic
 from emoe.evaluation.likelihood import in_units
 from emoe.evaluation.measure import row
 from emoe.experiment import Experiment
-from emoe.figures.base import canvas, save
+from emoe.figures.base import save
 from emoe.figures.curves import Panel, draw
+from emoe.figures.gif import Recorder, write_gif
+from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
 from emoe.reporting.cells import measure
 from emoe.reporting.images import bpd_tables, data_of, image_page, nfe_tables, real_data
 from emoe.reporting.recipes import parse, reference_name
@@ -169,23 +169,16 @@ def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, pa
 
 def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
     """A line of panels for each method (label -> column -> images), each with its first 4 x 4 images."""
-    from matplotlib import colormaps
-
     columns = list(dict.fromkeys(name for cells in rows.values() for name in cells))
     nothing = next(iter(next(iter(rows.values())).values()))[:0]
-    figure = canvas(1.35 * len(columns) + 0.3, 1.35 * len(rows) + 0.3)
-    shades = colormaps["gray_r"].with_extremes(bad="0.85")
-    axes = figure.subplots(len(rows), len(columns), squeeze=False)
+    figure, axes = panel_grid(len(rows), len(columns))
     for line, (label, cells) in zip(axes, rows.items(), strict=True):
-        for axis, name in zip(line, columns, strict=True):
-            tiles = mosaic(cells.get(name, nothing), EDGE)
-            axis.imshow(tiles, cmap=shades, vmin=0.0, vmax=1.0, interpolation="nearest")
-            axis.set(xticks=[], yticks=[])
-            axis.spines[:].set_visible(False)
         line[0].set_ylabel(label, fontsize=9)
+        for axis, name in zip(line, columns, strict=True):
+            show_mosaic(axis, mosaic(cells.get(name, nothing), EDGE))
     for axis, name in zip(axes[0], columns, strict=True):
         axis.set_title(name, fontsize=9)
-    save(figure, path, dpi=200)
+    save(figure, path, dpi=IMAGE_DPI)
 
 
 def curves(results: Results, path: Path) -> None:
@@ -208,5 +201,5 @@ def animation(trained: Trained, path: Path) -> None:
     rng = Rng(derive_seed(trained.experiment.seed, "film"), device=run.device)
     masks = torch.full((ANIMATED, space.length), space.mask_id, device=run.device)
     run.method.sample(masks, ANIMATION_STEPS, rng, on_step=recorder)
-    write_film(recorder.frames, trained.experiment.method.needs().experts, path)
+    write_gif(recorder.frames, trained.experiment.method.needs().experts, path)
     trained.close()

@@ -34,9 +34,7 @@ class Sets:
     def open(self, config: Any) -> Text:
         """A set, which has the name of its path wherever it is."""
         if config not in self._built:
-            text = dataclasses.replace(config, path=str(self.folders[config.path])).build(0)
-            text.name = Path(config.path).name
-            self._built[config] = text
+            self._built[config] = Text(config, self.folders[config.path])
         return self._built[config]
 
     @functools.cached_property

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from emoe.domains.toy import Toy
-from emoe.domains.toy.figures import grid_picture
-from emoe.domains.toy.metrics import ideal_factorised, validity_of_law
+from emoe.domains.toy.densities import ideal_factorised, validity_of_law
 from emoe.evaluation.measure import row
+from emoe.figures.base import save
+from emoe.figures.panels import histogram_grid
 from emoe.reporting.grid import sampled
 from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results, Row
@@ -106,7 +107,9 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
     first = [trained for trained in runs if trained.experiment.seed == options.seeds[0]]
     written = write_page(options.results / "toy.md", toy_page(results))
     for path, grid in _grids(first, results, options.results / "figures").items():
-        written += write_figure(path, [run.pools.path for run in first], functools.partial(grid_picture, grid))
+        written += write_figure(
+            path, [run.pools.path for run in first], functools.partial(_draw, grid, runs[0].domain.space.size - 1)
+        )
     print_metrics(sampled(results), "toy", METRICS)
     gaps = [
         (abs(model.value - ideal.value), model)
@@ -118,6 +121,11 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
         where = f"{model.data}, seed {model.seed}, NFE {model.nfe}"
         print(f"MDLM against the ideal factorised chain: largest gap {gap:.2f} points ({where})")
     return written
+
+
+def _draw(grid: Grid, size: int, path: Path) -> None:
+    pairs = {line: {name: rows.numpy() for name, rows in cells.items()} for line, cells in grid.items()}
+    save(histogram_grid(pairs, size), path)
 
 
 def _grids(runs: Sequence[Trained], results: Results, folder: Path) -> dict[Path, Grid]:

@@ -1,4 +1,4 @@
-"""Binary images: MNIST, whose files are found or downloaded, and small digits that come with the package."""
+"""Binary images: MNIST, whose files are read or downloaded, and small digits that come with the package."""
 
 from emoe.domains.images.data import (
     MNIST,
@@ -9,17 +9,6 @@ from emoe.domains.images.data import (
     as_images,
     pack_rows,
     unpack_rows,
-    write_packed,
 )
 
-__all__ = [
-    "MNIST",
-    "Digits",
-    "DigitsConfig",
-    "Images",
-    "MNISTConfig",
-    "as_images",
-    "pack_rows",
-    "unpack_rows",
-    "write_packed",
-]
+__all__ = ["MNIST", "Digits", "DigitsConfig", "Images", "MNISTConfig", "as_images", "pack_rows", "unpack_rows"]

@@ -1,4 +1,4 @@
-"""Images to be completed: read from PNG files, partly kept, and drawn beside their completions."""
+"""Images to be completed: read from PNG files, and partly kept."""
 
 from __future__ import annotations
 
@@ -6,31 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Integer, UInt8
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from emoe.config import ConfigError, hint
 from emoe.domains.base import DataError, Ink
-from emoe.domains.images.pictures import DOTS, SHADES
 from emoe.domains.rows.given import read_positions
 
 HALF = 128  # a grey value from which on a pixel is light
-MOST = 8  # lines, and completions in a line, of a picture
-INCHES = 0.8  # of an image in a picture
 
 
-def read_picture(path: Path, side: int, inner: int | None = None, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
-    """An image file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
+def read_image(path: Path, side: int, inner: int | None = None, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
+    """A PNG file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
 
-    Args:
-        path: A PNG file of any mode. Transparent pixels are paper.
-        side: Edge S of the model's images.
-        inner: A smaller edge that is allowed too; paper is put around it.
-        ink: dark or light; auto takes for paper what the border is, or, where that is transparent, what the rest is
-            not.
-
-    Raises:
-        DataError: No such file, no PNG, or another size.
+    Transparent pixels are paper. Images of the edge `inner` get a margin of paper. `ink` auto takes the border's shade
+    for paper, or, where the border is transparent, the shade that most of the rest does not have.
     """
     grey, alpha = _pixels(path, side, inner)
     if ink == "auto":
@@ -55,7 +45,7 @@ def _pixels(path: Path, side: int, inner: int | None) -> tuple[np.ndarray, np.nd
     sizes = " or ".join(f"{edge} x {edge}" for edge in edges)
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            if image.size not in {(edge, edge) for edge in edges}:  # seen in the header: nothing large is unpacked
+            if image.size not in {(edge, edge) for edge in edges}:  # from the header: nothing large is unpacked
                 width, height = image.size
                 raise DataError(f"{path}: is {width} x {height} pixels, but the model's images are {sizes}; resize it")
             if image.mode.startswith("I"):  # 16 bits, which convert() would clip
@@ -75,8 +65,8 @@ def _is_dark_on_light(grey: np.ndarray, alpha: np.ndarray) -> bool:
     border = np.ones(grey.shape, bool)
     border[1:-1, 1:-1] = False
     solid = alpha >= HALF
-    if (seen := border & solid).sum() * 2 >= border.sum():
-        return bool(np.median(grey[seen]) >= HALF)
+    if (visible := border & solid).sum() * 2 >= border.sum():
+        return bool(np.median(grey[visible]) >= HALF)
     return not solid.any() or bool(np.median(grey[solid]) < HALF)
 
 
@@ -85,12 +75,7 @@ def _centred(values: np.ndarray, side: int, margin: int) -> np.ndarray:
 
 
 def read_region(text: str, side: int, inner: int | None = None) -> Bool[Tensor, " L"]:
-    """Pixels that stay: a name of `REGIONS`, none, a PNG mask (white stays), or positions counted line by line.
-
-    Raises:
-        ConfigError: A name that is not known, or all.
-        DataError: A mask file that cannot be used.
-    """
+    """Pixels that stay: a name of `named_regions`, none, a PNG mask (white stays), or positions, line by line."""
     if text.lower().endswith(".png"):
         return read_mask(Path(text), side, inner)
     regions = named_regions(side)
@@ -107,45 +92,6 @@ def named_regions(side: int) -> dict[str, Bool[Tensor, "S S"]]:
     line, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     half, quarter = side // 2, side // 4
     centre = (line >= quarter) & (line < side - quarter) & (column >= quarter) & (column < side - quarter)
-    return {
-        "top-half": line < half,
-        "bottom-half": line >= side - half,
-        "left-half": column < half,
-        "right-half": column >= side - half,
-        "centre": centre,
-        "border": ~centre,
-    }
-
-
-def draw_completions(
-    rows: Integer[Tensor, "m L"],
-    given: Integer[Tensor, "m L"],
-    samples: Int[Tensor, "m n L"],
-    side: int,
-    path: Path,
-) -> None:
-    """One line for each image, the first 8: as it was read, what was kept (the rest is grey), 8 completions."""
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = torch.cat([rows[:MOST, None], given[:MOST, None], samples[:MOST, :MOST]], 1).unflatten(-1, (side, side))
-    lines, columns = shown.shape[:2]
-    step = side + 1
-    canvas = np.ma.array(np.zeros((lines * step + 1, columns * step + 1)), mask=True)
-    for line in range(lines):
-        for column in range(columns):
-            top, left = 1 + line * step, 1 + column * step
-            canvas[top : top + side, left : left + side] = SHADES[shown[line, column].cpu().numpy()]
-    figure = Figure(figsize=(INCHES * columns + 0.2, INCHES * lines + 0.35), layout="constrained")
-    FigureCanvasAgg(figure)
-    panel = figure.subplots()
-    panel.imshow(canvas, cmap=colormaps["gray_r"].with_extremes(bad="0.85"), vmin=0, vmax=1, interpolation="nearest")
-    middle = {"given": 0.5, "kept": 1.5, "completions": 2 + (columns - 2) / 2}
-    panel.set_xticks([place * step for place in middle.values()], list(middle), fontsize=9)
-    panel.xaxis.tick_top()
-    panel.tick_params(length=0)
-    panel.set_yticks([])
-    panel.spines[:].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DOTS)
+    halves = {"top-half": line < half, "bottom-half": line >= side - half}
+    halves |= {"left-half": column < half, "right-half": column >= side - half}
+    return halves | {"centre": centre, "border": ~centre}

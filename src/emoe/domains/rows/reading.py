@@ -1,4 +1,4 @@
-"""Reading and checking a file of rows; every fault is a `DataError` that names the place and the remedy."""
+"""Reading and checking a file of rows; every fault is a `DataError` that names its position and the remedy."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import csv
 import itertools
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from emoe.domains.base import DataError
 
 MOST_SYMBOLS = 65_535
 RENUMBER = "renumber them with np.unique(x, return_inverse=True)[1].reshape(x.shape)"
+ROWS_ALONE = "write the rows alone, without row names and with at most one header line"
 AS_INTEGERS = "np.save(path, x.astype(np.int64))"
 BROKEN = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 class Table(NamedTuple):
-    """What a file holds, before its values are checked."""
+    """The values of a file before they are checked."""
 
     values: np.ndarray
     lines: list[int] | None = None  # line of the text file each row came from
 
-    def place(self, wrong: np.ndarray) -> str:
-        """The first place marked in `wrong` (the shape of the values), as a person would look for it."""
+    def first(self, wrong: Bool[np.ndarray, "..."]) -> str:
+        """The first value marked in `wrong` (the shape of the values), with its position."""
         row, column = (int(i) for i in np.argwhere(wrong)[0])
         value = f"holds {self.values[row, column]}"
         if self.lines is not None:
@@ -37,15 +38,7 @@ class Table(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> Table:
-    """Read a file of rows.
-
-    Args:
-        path: A .npy, .npz or .csv file.
-        key: Name of the array in an .npz file; not needed where it holds only one.
-
-    Raises:
-        DataError: The file is missing, of another type, damaged, or does not hold numbers.
-    """
+    """Read a .npy, .npz or .csv file of rows; `key` names the array of an .npz file that holds several."""
     if path == Path():
         raise DataError("domain.path: give the file to train on: --domain.path data.npy (.npy, .npz or .csv)")
     if not path.is_file():
@@ -55,7 +48,7 @@ def read(path: Path, key: str | None = None) -> Table:
     if ending in (".npy", ".npz"):
         return read_numpy(path, key)
     if ending == ".csv":
-        return _read_csv(path)
+        return read_csv(path, f"which is not a number; {ROWS_ALONE}")
     what = f"{ending} files" if ending else "a file without an ending"
     raise DataError(f"{path}: cannot read {what}; save the rows as .npy, .npz or .csv")
 
@@ -65,15 +58,13 @@ def read_numpy(path: Path, key: str | None = None) -> Table:
     try:
         with path.open("rb") as file:  # np.load would leave a damaged archive open
             loaded: Any = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return Table(loaded)
-            return Table(loaded[_array_name(path, loaded.files, key)])
+            return Table(loaded if isinstance(loaded, np.ndarray) else loaded[_array_name(path, loaded.files, key)])
     except DataError:
         raise
     except BROKEN as error:
         if "pickle" in str(error):
             raise DataError(
-                f"{path}: holds pickled objects or is no NumPy file; pickles can run code and stay shut. "
+                f"{path}: holds pickled objects or is no NumPy file; pickles can run code and are not opened. "
                 f"Save a plain array: {AS_INTEGERS}"
             ) from None
         raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); write it again") from None
@@ -90,50 +81,47 @@ def _array_name(path: Path, names: list[str], key: str | None) -> str:
     return key
 
 
-def _read_csv(path: Path) -> Table:
-    """Numbers separated by semicolons, commas or white space; a first line without any number is a header."""
-    found = read_cells(path)
-    if found and not any(map(is_number, found[0][1])):
-        found = found[1:]
-    for number, line in found:
-        wrong = next((i for i, cell in enumerate(line) if not is_number(cell)), None)
-        if wrong is not None:
-            raise DataError(
-                f"{path}: line {number}, column {wrong + 1} holds {line[wrong]!r}, which is not a number; "
-                "write the rows alone, without row names and with at most one header line"
-            )
-        first, width = found[0][0], len(found[0][1])
-        if len(line) != width:
-            raise DataError(
-                f"{path}: line {number} has {len(line)} values, but line {first} has {width}; "
-                "all rows must be equally long"
-            )
-    values = np.array([[float(cell) for cell in line] for _, line in found])
-    return Table(values, [number for number, _ in found])
-
-
-def read_cells(path: Path) -> list[tuple[int, list[str]]]:
-    """`cells` of a text file."""
+def read_csv(path: Path, remedy: str, holes: Sequence[str] = ()) -> Table:
+    """Numbers of a text file, see `parse`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return list(cells(file))
+            return parse(file, lambda text: DataError(f"{path}: {text}"), remedy, holes)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
 
 
-def cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def parse(lines: Iterable[str], fail: Callable[[str], Exception], remedy: str, holes: Sequence[str] = ()) -> Table:
+    """Numbers separated by semicolons, commas or white space; a first line without any number is a header.
+
+    `fail` makes an error of a message, `remedy` ends that about a cell that is no number, and `holes` become NaN.
+    """
+    table = list(_cells(lines))
+    if table and not any(cell in holes or _is_number(cell) for cell in table[0][1]):
+        table = table[1:]
+    for number, cells in table:
+        wrong = next((i for i, cell in enumerate(cells) if cell not in holes and not _is_number(cell)), None)
+        if wrong is not None:
+            raise fail(f"line {number}, column {wrong + 1} holds {cells[wrong]!r}, {remedy}")
+        first, width = table[0][0], len(table[0][1])
+        if len(cells) != width:
+            problem = f"line {number} has {len(cells)} values, but line {first} has {width}"
+            raise fail(f"{problem}; all rows must be equally long")
+    values = [[np.nan if cell in holes else float(cell) for cell in cells] for _, cells in table]
+    return Table(np.array(values), [number for number, _ in table])
+
+
+def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank; the first one decides what separates cells."""
-    mark = ""
+    separator = ""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        mark = mark or next((sign for sign in ";," if sign in line), " ")
-        parts = line.split() if mark == " " else next(csv.reader([line], delimiter=mark))
-        yield number, [part.strip() for part in parts]
+        separator = separator or next((sign for sign in ";," if sign in line), " ")
+        cells = line.split() if separator == " " else next(csv.reader([line], delimiter=separator))
+        yield number, [cell.strip() for cell in cells]
 
 
-def is_number(cell: str) -> bool:
-    """Whether a cell of a text file is a number."""
+def _is_number(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
@@ -142,54 +130,46 @@ def is_number(cell: str) -> bool:
 
 
 def as_symbols(table: Table, path: Path) -> Int[np.ndarray, "N L"]:
-    """The values as int64 symbols 0..max, every one of which occurs.
-
-    Raises:
-        DataError: Naming the first offending place and the remedy.
-    """
-    _check_shape(table.values, path)
-    _check_values(table, path)
-    _check_symbols(np.unique(table.values), path)
-    return table.values.astype(np.int64)
+    """The values as int64 symbols 0..max, every one of which occurs."""
+    x = table.values
+    if problem := _shape_problem(x) or _value_problem(table) or _symbol_problem(np.unique(x)):
+        raise DataError(f"{path}: {problem}")
+    return x.astype(np.int64)
 
 
-def _check_shape(x: np.ndarray, path: Path) -> None:
+def _shape_problem(x: np.ndarray) -> str | None:
     if x.dtype.kind not in "biuf":
-        raise DataError(f"{path}: holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}")
+        return f"holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}"
     if x.size == 0:
-        raise DataError(f"{path}: is empty (shape {x.shape}); it needs at least two rows")
+        return f"is empty (shape {x.shape}); it needs at least two rows"
     if x.ndim != 2:
         remedy = "x[:, None] for rows of one symbol" if x.ndim == 1 else "x.reshape(len(x), -1)"
-        raise DataError(f"{path}: has {x.ndim} axes (shape {x.shape}), not rows x positions; save {remedy}")
-    if len(x) == 1:
-        raise DataError(f"{path}: has one row; it needs at least two, one of them to be held out")
+        return f"has {x.ndim} axes (shape {x.shape}), not rows x positions; save {remedy}"
+    return "has one row; it needs at least two, one of them to be held out" if len(x) == 1 else None
 
 
-def _check_values(table: Table, path: Path) -> None:
+def _value_problem(table: Table) -> str | None:
     x = table.values
-    if x.dtype.kind == "f":
-        if not (finite := np.isfinite(x)).all():
-            remedy = "remove such rows or give missing values a symbol of their own"
-            raise DataError(f"{path}: {table.place(~finite)}, not a number; {remedy}")
-        if (broken := x != np.floor(x)).any():
-            remedy = "cut real values into bins first: np.digitize(x, edges)"
-            raise DataError(f"{path}: {table.place(broken)}, not a whole number; {remedy}")
-    if x.dtype.kind in "if" and (negative := x < 0).any():
-        raise DataError(f"{path}: {table.place(negative)}, but symbols start at 0; {RENUMBER}")
+    if (strange := ~np.isfinite(x)).any():
+        remedy = "remove such rows or give missing values a symbol of their own"
+        return f"{table.first(strange)}, not a number; {remedy}"
+    if x.dtype.kind == "f" and (broken := x != np.floor(x)).any():
+        return f"{table.first(broken)}, not a whole number; cut real values into bins first: np.digitize(x, edges)"
+    if (negative := x < 0).any():
+        return f"{table.first(negative)}, but symbols start at 0; {RENUMBER}"
+    return None
 
 
-def _check_symbols(used: np.ndarray, path: Path) -> None:
+def _symbol_problem(used: np.ndarray) -> str | None:
     """`used` are the different values in ascending order; they must be 0, 1, ..., len(used) - 1."""
     if len(used) > MOST_SYMBOLS:
-        raise DataError(
-            f"{path}: has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; "
+        return (
+            f"has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; "
             "merge rare values or cut the range into fewer bins"
         )
-    top = int(used[-1])
-    if top == len(used) - 1:
-        return
+    if (count := int(used[-1]) + 1 - len(used)) == 0:
+        return None
     gaps = (range(int(a) + 1, int(b)) for a, b in itertools.pairwise([-1, *used.tolist()]))
-    count = top + 1 - len(used)
     first = ", ".join(map(str, itertools.islice(itertools.chain.from_iterable(gaps), 5)))
     more = f" and {count - 5:,} more" if count > 5 else ""
-    raise DataError(f"{path}: symbols go up to {top}, but {first}{more} never occur; {RENUMBER}")
+    return f"symbols go up to {int(used[-1])}, but {first}{more} never occur; {RENUMBER}"

@@ -1,7 +1,7 @@
-"""Undo the spacing that released corpora carry.
+"""Undo the spacing of released corpora.
 
 `lm1b`: the One Billion Word benchmark has a space around every sign (`" I ca n't , " she said .`). The rules are those
-that papers on diffusion language models use, in their order; some signs keep their space, which is part of them.
+that papers on diffusion language models use, in their order; some signs keep their space.
 `wikitext`: joins what WikiText cut inside numbers and compounds (`1 @,@ 000`, `well @-@ known`).
 """
 
@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 Style = Literal["lm1b", "wikitext", "none"]
-STYLES: tuple[Style, ...] = get_args(Style)
+Detokenise = Literal["auto", "lm1b", "wikitext", "none"]  # auto: by the name of the file
 
-# What a sign between two spaces becomes.
-_CLOSE_UP = tuple((f" {sign} ", f"{sign} ") for sign in ",:;")
-_SLASH = (" / ", "/")
 _ADDRESSES = tuple((f"{scheme} : / / ", f"{scheme}://") for scheme in ("http", "https"))
-_CURRENCIES = tuple((f"{sign} ", sign) for sign in "$£")
-
+# Replacements for a sign between two spaces.
+_CLOSE_UP = (*((f" {sign} ", f"{sign} ") for sign in ",:;"), (" / ", "/"))
 _APOSTROPHE = re.compile(r" '(?=\w)")
 _FULL_STOP = re.compile(r"( \w+) \. ")
-# A sign takes the space after it along, so the last one of a line may need a second look.
-_LAST_STOP = re.compile(r"( \w+) \.$")
+_LAST_STOP = re.compile(r"( \w+) \.$")  # a sign takes the space after it along: the last one of a line comes after
 # Text between a pair of signs that holds neither of them.
 _PAIRS = tuple(
     (re.compile(rf"{re.escape(left)} ([^{re.escape(left + right)}]+) {re.escape(right)}"), rf"{left}\1{right}")
@@ -42,13 +38,11 @@ def lm1b(line: str) -> str:
         line = line.replace(f" {sign} ", f"{sign} ")
         if line.endswith(f" {sign}"):
             line = line[:-2] + sign
-    for old, new in (*_CLOSE_UP, _SLASH):
+    for old, new in _CLOSE_UP:
         line = line.replace(old, new)
     for pattern, new in _PAIRS:
         line = pattern.sub(new, line)
-    for old, new in _CURRENCIES:
-        line = line.replace(old, new)
-    return line
+    return line.replace("$ ", "$").replace("£ ", "£")
 
 
 def wikitext(line: str) -> str:
@@ -56,13 +50,11 @@ def wikitext(line: str) -> str:
     return _CUT.sub(r"\1", line)
 
 
-def rule(style: str) -> Callable[[str], str] | None:
-    """The function of a style; None for `none`."""
-    return {"lm1b": lm1b, "wikitext": wikitext, "none": None}[style]
+RULES: dict[Style, Callable[[str], str]] = {"lm1b": lm1b, "wikitext": wikitext, "none": str}
 
 
 def style_of(name: str) -> Style:
-    """What the name of a file says: shards of the One Billion Word benchmark and WikiText's `.tokens` are known."""
+    """The style by the name of a file: shards of the One Billion Word benchmark and WikiText's `.tokens` are known."""
     base = name.replace("\\", "/").rpartition("/")[2].lower()
     if re.match(r"news\.en(\.heldout)?-\d+-of-\d+", base):
         return "lm1b"

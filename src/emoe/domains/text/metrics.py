@@ -1,4 +1,4 @@
-"""Measures of rows of tokens that need no judge. They say how varied text is, not whether it is good.
+"""Measures of rows of tokens without a language model. They say how varied text is, not whether it is good.
 
 Of each row, as a mean over the rows with its standard error:
 
@@ -16,13 +16,10 @@ Against the training rows:
 - `copied`: rows that equal a training row in every token, in percent.
 
 None has a best value. Compare with held-out rows: a pool with fewer repetitions than real text is as wrong as one with
-more. What can be gamed: `entropy` and `distinct` by random tokens, `duplicates` by any small change.
+more. Random tokens raise `entropy` and `distinct`; any small change hides a copy from `duplicates`.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -30,6 +27,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from emoe.domains.metrics import mean, proportion
 from emoe.rng import derive_seed
 from emoe.types import Measurement
 
@@ -41,26 +39,21 @@ CHUNK = 1 << 16  # training rows that are read at a time
 def measure_rows(rows: Int[Tensor, "n L"], trained: KnownRows | None = None) -> list[Measurement]:
     """All measures of a pool; runs longer than a row are left out, and `copied` without training rows."""
     rows = rows.cpu()
-    length = rows.shape[1]
+    n, length = rows.shape
     runs = [size for size in RUNS if size <= length]
-    found = [mean_of("entropy", unigram_entropy(rows))]
-    found += [mean_of(f"distinct_{size}", distinct(rows, size)) for size in runs]
+    measured = [mean("entropy", unigram_entropy(rows))]
+    measured += [mean(f"distinct_{size}", distinct(rows, size)) for size in runs]
     if length >= REPEATED:
-        found.append(mean_of("repetition", 100 - distinct(rows, REPEATED)))
-    n = len(rows)
-    found += [Measurement(f"pool_distinct_{size}", pool_distinct(rows, size), None, n) for size in runs]
-    found.append(Measurement("duplicates", 100 * (1 - len(torch.unique(rows, dim=0)) / n), None, n))
-    if trained is not None:
-        share = trained.holds(rows).double().mean().item()
-        found.append(Measurement("copied", 100 * share, 100 * math.sqrt(share * (1 - share) / n), n))
-    return found
+        measured.append(mean("repetition", 100 - distinct(rows, REPEATED)))
+    measured += [Measurement(f"pool_distinct_{size}", pool_distinct(rows, size), None, n) for size in runs]
+    measured.append(Measurement("duplicates", 100 * (1 - len(torch.unique(rows, dim=0)) / n), None, n))
+    return measured if trained is None else [*measured, proportion("copied", trained.holds(rows))]
 
 
 def unigram_entropy(rows: Int[Tensor, "n L"]) -> Float[Tensor, " n"]:
     """Entropy in nats of the tokens of each row: the mean over its positions of log(L / count of the token there)."""
-    length = rows.shape[1]
     counts = torch.stack([(row[:, None] == row).sum(1) for row in rows]) if len(rows) else rows
-    return (length / counts.double()).log().mean(1)
+    return (rows.shape[1] / counts.double()).log().mean(1)
 
 
 def distinct(rows: Int[Tensor, "n L"], size: int) -> Float[Tensor, " n"]:
@@ -77,8 +70,7 @@ def pool_distinct(rows: Int[Tensor, "n L"], size: int) -> float:
 
 def _numbered(rows: Int[Tensor, "n L"], size: int) -> Int[Tensor, "n M"]:
     """A number for every run of `size` tokens, equal for equal runs and for these alone; M = L - size + 1."""
-    numbers = torch.unique(rows, return_inverse=True)[1]
-    tokens = numbers
+    tokens = numbers = torch.unique(rows, return_inverse=True)[1]
     for shift in range(1, size):
         # Numbered anew after every token: products of at most (n L)^2 fit in 64 bits, whatever the vocabulary.
         joined = numbers[:, :-1] * (int(tokens.max()) + 1) + tokens[:, shift:]
@@ -87,7 +79,7 @@ def _numbered(rows: Int[Tensor, "n L"], size: int) -> Int[Tensor, "n M"]:
 
 
 class KnownRows:
-    """Rows that other rows are looked up in; 8 bytes of each are kept, the rest is read again where those agree.
+    """Rows that other rows are looked up in; 8 bytes of each are kept, the row is read again where those agree.
 
     Row x has the key sum_l a_l x_l mod 2^64 with fixed odd numbers a_l.
     """
@@ -96,33 +88,20 @@ class KnownRows:
         self.rows = rows
         draw = np.random.default_rng(derive_seed("known rows"))
         self._factors = draw.integers(0, 1 << 63, rows.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-        keys = [self._keys(part) for part in _chunks(rows)]
-        found = np.concatenate(keys) if keys else np.zeros(0, np.uint64)
-        self._order = np.argsort(found, kind="stable")
-        self._sorted = found[self._order]
+        keys = np.concatenate([self._keys(part) for part in rows.split(CHUNK)])
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
 
     def _keys(self, rows: Integer[Tensor, "n L"]) -> NDArray[np.uint64]:
         return rows.numpy().astype(np.uint64) @ self._factors
 
     def holds(self, rows: Int[Tensor, "n L"]) -> Bool[Tensor, " n"]:
         """Which of these rows are known."""
-        keys = self._keys(rows.cpu())
+        rows = rows.cpu()
+        keys = self._keys(rows)
         first, last = (np.searchsorted(self._sorted, keys, side) for side in ("left", "right"))
-        return torch.tensor(
-            [self._is_among(row, self._order[a:b]) for row, a, b in zip(rows.cpu(), first, last, strict=True)],
-            dtype=torch.bool,
-        )
-
-    def _is_among(self, row: Int[Tensor, " L"], places: NDArray[np.intp]) -> bool:
-        return any(torch.equal(self.rows[int(place)].long(), row) for place in places)
-
-
-def _chunks(rows: Integer[Tensor, "N L"]) -> Iterator[Integer[Tensor, "_n L"]]:
-    for start in range(0, len(rows), CHUNK):
-        yield rows[start : start + CHUNK]
-
-
-def mean_of(name: str, values: Float[Tensor, " n"]) -> Measurement:
-    """The mean with its standard error, which a single value does not have."""
-    n = len(values)
-    return Measurement(name, float(values.mean()), float(values.std() / n**0.5) if n > 1 else None, n)
+        known = [
+            any(torch.equal(self.rows[int(i)].long(), row) for i in self._order[a:b])
+            for row, a, b in zip(rows, first, last, strict=True)
+        ]
+        return torch.tensor(known, dtype=torch.bool)

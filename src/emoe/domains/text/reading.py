@@ -1,4 +1,4 @@
-"""Text as it lies on the disk: which files belong to which split, and their content in slices of bounded size.
+"""Files of text: which belong to which split, and their content in slices of bounded size.
 
 Plain files, .gz, .xz and .bz2 are told apart by their content, archives (.tar, .tar.gz, .tgz, .tar.xz) by their name.
 Members of an archive are read as they pass by; nothing is unpacked onto the disk. Nothing here imports torch.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
-import io
 import lzma
 import os
 import re
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
-from emoe.domains.text.detokenise import STYLES, Style, style_of
+from emoe.domains.text.detokenise import Detokenise, Style, style_of
 from emoe.domains.text.tokens import Fault
 
 Split = Literal["train", "valid", "test"]
@@ -32,7 +31,7 @@ WORDS: dict[str, Split] = {
 }
 SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")
 PACKED = (".gz", ".xz", ".bz2")
-TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is taken off
+TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is removed
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BOM = b"\xef\xbb\xbf"
@@ -41,16 +40,22 @@ BLOCK = 1 << 20
 Note = Callable[[str], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
-    """A file to read; `sha256` is known once it was read to its end."""
+    """A file to read; `sha256`, `size` and `styles` are known once it was read to its end."""
 
     path: Path
-    split: Split | None  # None: an archive whose members tell by their names
-    style: Style | None  # None: told by the names
+    split: Split | None  # None: an archive whose members have splits by their names
+    style: Style | None  # None: by the names
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
+
+    def describe(self) -> dict[str, Any]:
+        """The entry of a manifest."""
+        return {
+            "path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,13 @@ class Slice:
     style: Style
     text: bytes
     line: int  # number of the first line, from 1
-    offset: int  # place of its first byte in the unpacked text
+    offset: int  # of its first byte in the unpacked text
     lone: bool  # every line is a document of its own; else empty lines separate documents
     cost: int  # bytes of the file that were read for it
 
 
 def split_of(name: str) -> Split | None:
-    """The split a name speaks of: of the file, else of the folders it lies in, the nearest first.
+    """The split in the name of the file, or of the folders it lies in, the nearest first.
 
     Shards of the One Billion Word benchmark are known: `news.en-00001-of-00100` is for training and
     `news.en.heldout-00000-of-00050` held out.
@@ -99,43 +104,41 @@ def is_archive(path: Path) -> bool:
     return re.search(r"\.(tar(\.\w+)?|tgz|txz|tbz2?)$", path.name.lower()) is not None
 
 
-def find_sources(named: dict[str, Sequence[Path]], style: str, note: Note) -> list[Source]:
+def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, note: Note) -> list[Source]:
     """All files to read: training first, each split in the order it was given, folders in the order of their names.
 
-    Args:
-        named: "train", "valid" and "test" -> files and folders; "" -> those that tell by their names.
-        style: How to detokenise, or "auto": told by the names.
-        note: Told what is left out.
-
-    Raises:
-        Fault: A path that does not exist, a folder without text, or a file that is in two splits.
+    `named` has files and folders of the splits, and under None those whose names say the split. `note` gets lines about
+    files that are left out.
     """
-    told = next((one for one in STYLES if one == style), None)
-    found: list[Source] = []
-    for key, paths in named.items():
-        given: Split | None = next((one for one in SPLITS if one == key), None)
+    rule = None if style == "auto" else style
+    sources: list[Source] = []
+    for given, paths in named.items():
         for path in paths:
             if not path.exists():
                 raise Fault(f"{path}: does not exist; check the path")
-            if not path.is_dir():
-                free = None if is_archive(path) else split_of(path.name) or "train"
-                found.append(Source(path, given or free, told))
-                continue
-            inside = sorted(file for file in path.rglob("*") if file.is_file())
-            texts = [file for file in inside if is_text(file.name)]
-            if left := len(inside) - len(texts):
-                note(f"{path}: {left} files are no text by their names and are left out")
-            for file in texts:
-                seen = split_of(str(file.relative_to(path)))
-                if given is not None and seen not in (None, given):
-                    note(f"{file}: is left out of {given}, its name says {seen}")
-                else:
-                    found.append(Source(file, given or seen or "train", told))
-            if not texts:
-                raise Fault(f"{path}: holds no text ({', '.join(TEXT[:-1])}, also packed as {', '.join(PACKED)})")
-    found.sort(key=lambda source: SPLITS.index(source.split) if source.split else 0)
-    _check_apart(found)
-    return found
+            if path.is_dir():
+                sources += [Source(file, split, rule) for file, split in _in_folder(path, given, note)]
+            else:
+                by_name = None if is_archive(path) else split_of(path.name) or "train"
+                sources.append(Source(path, given or by_name, rule))
+    sources.sort(key=lambda source: SPLITS.index(source.split) if source.split else 0)
+    _check_apart(sources)
+    return sources
+
+
+def _in_folder(folder: Path, given: Split | None, note: Note) -> Iterator[tuple[Path, Split]]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    texts = [file for file in files if is_text(file.name)]
+    if left := len(files) - len(texts):
+        note(f"{folder}: {left} files are no text by their names and are left out")
+    if not texts:
+        raise Fault(f"{folder}: holds no text ({', '.join(TEXT[:-1])}, also packed as {', '.join(PACKED)})")
+    for file in texts:
+        by_name = split_of(str(file.relative_to(folder)))
+        if given is not None and by_name not in (None, given):
+            note(f"{file}: is left out of {given}, its name says {by_name}")
+        else:
+            yield file, given or by_name or "train"
 
 
 def _check_apart(sources: Sequence[Source]) -> None:
@@ -143,53 +146,45 @@ def _check_apart(sources: Sequence[Source]) -> None:
     by_path: dict[Path, Source] = {}
     by_size: dict[int, list[Source]] = {}
     for source in sources:
-        real = source.path.resolve()
-        if (other := by_path.setdefault(real, source)) is not source:
+        if (other := by_path.setdefault(source.path.resolve(), source)) is not source:
             where = "twice" if other.split == source.split else f"in {other.split} and in {source.split}"
             raise Fault(f"{source.path}: is given {where}; name it once")
         by_size.setdefault(source.path.stat().st_size, []).append(source)
     for group in by_size.values():
-        if len({source.split for source in group}) > 1:
-            sums: dict[str, Source] = {}
-            for source in group:
-                with source.path.open("rb") as file:
-                    other = sums.setdefault(hashlib.file_digest(file, "sha256").hexdigest(), source)
-                if other.split != source.split:
-                    raise Fault(
-                        f"{source.path}: has the same content as {other.path}, but one is in {source.split} and the "
-                        f"other in {other.split}; keep them apart"
-                    )
+        sums: dict[str, Source] = {}
+        for source in group if len({source.split for source in group}) > 1 else ():
+            other = sums.setdefault(sha256_of(source.path), source)
+            if other.split != source.split:
+                raise Fault(
+                    f"{source.path}: has the same content as {other.path}, but one is in {source.split} and the "
+                    f"other in {other.split}; keep them apart"
+                )
 
 
-class Counted(io.RawIOBase):
-    """A file that counts and hashes what is read of it."""
+def sha256_of(path: Path) -> str:
+    """Checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Counted:
+    """A file that counts and hashes the bytes that are read."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self.count, self.digest = file, 0, hashlib.sha256()
 
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer."""
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes."""
+        data = self._file.read(size)
         self.count += len(data)
         self.digest.update(data)
-        return len(data)
+        return data
 
 
 def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     """The content of a file, in order; its hash and size are then known.
 
-    Args:
-        source: The file.
-        size: Bytes of a slice; it ends before that, between documents where it can, else between lines.
-        note: Told what is left out of an archive.
-
-    Raises:
-        Fault: The file is empty, damaged, has a line longer than a slice, or changes while it is read.
+    A slice has at most `size` bytes and ends between documents where it can, else between lines.
     """
     path = source.path
     try:
@@ -197,8 +192,9 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
             before = os.fstat(file.fileno())
             if not before.st_size:
                 raise Fault(f"{path}: is empty; leave it out or give a whole copy")
-            counted = Counted(file)
-            for name, split, stream in _texts(source, _unpacked(file, counted), note):
+            counted, head = Counted(file), file.read(6)
+            file.seek(0)
+            for name, split, stream in _texts(source, _unpack(head, counted), note):
                 yield from _cut(name, split, source, stream, counted, size)
             while counted.read(BLOCK):  # padding of an archive: the hash is that of the whole file
                 pass
@@ -210,15 +206,9 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     source.sha256, source.size = counted.digest.hexdigest(), counted.count
 
 
-def _unpacked(file: IO[bytes], counted: Counted) -> Any:
-    head = file.read(6)
-    file.seek(0)
-    return _unpack(head, io.BufferedReader(counted, BLOCK))
-
-
 def _unpack(head: bytes, stream: Any) -> Any:
     if head[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=stream)
+        return gzip.GzipFile(fileobj=stream, mode="rb")
     if head == b"\xfd7zXZ\0":
         return lzma.LZMAFile(stream)
     return bz2.BZ2File(stream) if head[:3] == b"BZh" else stream
@@ -235,20 +225,16 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
         for member in archive:
             if member.isdir():
                 continue
-            parts = PurePosixPath(member.name).parts
-            if not member.isfile() or member.name.startswith("/") or ".." in parts:
+            if not member.isfile() or member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
                 what = "points outside the archive" if member.isfile() else "is no plain file"
                 raise Fault(f"{path}: member {member.name!r} {what}; such an archive is not read, pack the texts anew")
-            seen = split_of(member.name)
-            if not is_text(member.name) or (source.split is not None and seen not in (None, source.split)):
+            by_name = split_of(member.name)
+            if not is_text(member.name) or (source.split is not None and by_name not in (None, source.split)):
                 left += 1
                 continue
-            content = archive.extractfile(member)
-            if content is None:
-                raise Fault(f"{path}: member {member.name!r} cannot be read; pack the texts anew")
+            content: Any = archive.extractfile(member)
             count += 1
-            head = content.peek(6)[:6]  # type: ignore[attr-defined]
-            yield f"{path}: {member.name}", source.split or seen or "train", _unpack(head, content)
+            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(content.peek(6)[:6], content)
     if left:
         note(f"{path}: {left} members are no text of a wanted split by their names and are left out")
     if not count:
@@ -258,36 +244,27 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
 def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted, size: int) -> Iterator[Slice]:
     style = source.style or style_of(name)
     source.styles.add(style)
-    rest, line, offset, spent = b"", 1, 0, counted.count
+    rest, line, offset, read = b"", 1, 0, counted.count
     lone: bool | None = None
-    empty = True
-    while True:
-        parts = [rest]
-        have = len(rest)
-        while have < size and (block := stream.read(min(BLOCK, size - have))):
-            parts.append(block)
-            have += len(block)
-        text = b"".join(parts)
-        ended = have < size
+    empty, ended = True, False
+    while not ended:
+        text = rest + stream.read(size - len(rest))
+        ended = len(text) < size
         if lone is None:
             if text.startswith(BOM):
                 text, offset = text[len(BOM) :], len(BOM)
             lone = BLANK.search(text.strip()) is None
         end = len(text) if ended else _end(text, lone)
         if not end and not ended:
-            raise Fault(
-                f"{name}: line {line} is longer than {size:,} bytes, so this is hardly text; break it into lines first "
-                "(fold -s -w 1000)"
-            )
+            problem = f"line {line} is longer than {size:,} bytes, so this is hardly text"
+            raise Fault(f"{name}: {problem}; break it into lines first (fold -s -w 1000)")
         text, rest = text[:end], text[end:]
         if text.strip():
             empty = False
-            cost, spent = counted.count - spent, counted.count
+            cost, read = counted.count - read, counted.count
             yield Slice(name, split, style, text, line, offset, lone, cost)
         line += text.count(b"\n")
         offset += len(text)
-        if ended:
-            break
     if empty:
         raise Fault(f"{name}: is empty, it holds no line of text; leave it out or give a whole copy")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ LARGEST = 1 << 16  # symbols a uint16 can tell apart
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")  # written [PAD] and so on
 NEEDED = ("unk", "cls", "mask")
 MISSING = "tokenizers: the package is missing; pip install emoe[text]"
-_SPACED = re.compile(r" ([.?!,])| (n't|'m|'s|'ve|'re)(?!\w)")
+# Replacements of Hugging Face's clean_up_tokenization, in its order.
+CLEAN_UP = [(f" {mark}", mark) for mark in ".?!,"] + [(" ' ", "'")]
+CLEAN_UP += [(f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")]
 
 
 class Fault(Exception):  # noqa: N818 - becomes a DataError where torch may be imported
-    """Text, files or tokens that cannot be used, with the place and the remedy."""
+    """Text, files or tokens that cannot be used, with the position and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Vocabulary:
     path: Path
     sha256: str
     words: tuple[str, ...]
-    special: dict[str, int]  # of "pad", "unk", "cls", "sep", "mask": those that there are
+    special: dict[str, int] = field(hash=False)  # of "pad", "unk", "cls", "sep", "mask": those that there are
 
     @property
     def size(self) -> int:
@@ -46,37 +48,16 @@ class Vocabulary:
         return not any(word != word.lower() for word in self.words if not re.fullmatch(r"\[.*\]", word))
 
     def decode(self, ids: list[int]) -> str:
-        """Tokens as text: pieces joined, no space before a full stop, a comma or a contraction."""
-        text = " ".join(self.words[i] for i in ids).replace(" ##", "").removeprefix("##")
-        return _SPACED.sub(lambda found: found[1] or found[2], text.replace(" ' ", "'"))
-
-
-def locate(path: Path) -> Path:
-    """The file of a tokenizer: the one named, or the one in the folder named.
-
-    Raises:
-        Fault: There is none.
-    """
-    if path.is_dir():
-        found = [path / name for name in FILES if (path / name).is_file()]
-        if not found:
-            raise Fault(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
-        return found[0]
-    if not path.is_file():
-        raise Fault(f"{path}: does not exist; --tokenizer takes a vocab.txt, a tokenizer.json or their folder")
-    return path
+        """Tokens as text, equal to that of Hugging Face's BertTokenizer with special tokens kept."""
+        text = " ".join(self.words[i] for i in ids).replace(" ##", "")
+        for old, new in CLEAN_UP:
+            text = text.replace(old, new)
+        return text
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read and check the words.
-
-    Args:
-        path: A `vocab.txt` with one word a line, a `tokenizer.json` with a WordPiece model, or the folder of one.
-
-    Raises:
-        Fault: No such file, another format, or a vocabulary without the words that are needed.
-    """
-    path = locate(path)
+    """Read and check a `vocab.txt` with one word a line, a `tokenizer.json` with a WordPiece model, or its folder."""
+    path = _locate(path)
     try:
         content = path.read_bytes()
         words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
@@ -91,16 +72,24 @@ def read_vocabulary(path: Path) -> Vocabulary:
     return Vocabulary(path, hashlib.sha256(content).hexdigest(), tuple(words), special)
 
 
+def _locate(path: Path) -> Path:
+    if path.is_dir():
+        files = [path / name for name in FILES if (path / name).is_file()]
+        if not files:
+            raise Fault(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
+        return files[0]
+    if not path.is_file():
+        raise Fault(f"{path}: does not exist; --tokenizer takes a vocab.txt, a tokenizer.json or their folder")
+    return path
+
+
 def _from_lines(path: Path, content: bytes) -> list[str]:
-    words = content.decode("utf-8").split("\n")
-    words = [word.rstrip("\r") for word in (words[:-1] if not words[-1] else words)]
-    if len(set(words)) < len(words):
-        seen: set[str] = set()
-        for number, word in enumerate(words, 1):
-            if word in seen:
-                raise Fault(f"{path}: line {number} repeats {word!r}; a vocabulary has one word a line, each once")
-            seen.add(word)
-    return words
+    lines: dict[str, int] = {}
+    for number, word in enumerate(content.decode("utf-8").removesuffix("\n").split("\n"), 1):
+        word = word.rstrip("\r")
+        if lines.setdefault(word, number) != number:
+            raise Fault(f"{path}: line {number} repeats {word!r}; a vocabulary has one word a line, each once")
+    return list(lines)
 
 
 def _from_json(path: Path, content: bytes) -> list[str]:
@@ -108,15 +97,15 @@ def _from_json(path: Path, content: bytes) -> list[str]:
         data = json.loads(content)
         model = data["model"]
         kind = model.get("type", "WordPiece")
-        found = {int(number): str(word) for word, number in model["vocab"].items()} if kind == "WordPiece" else {}
-        found |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
+        words = {int(number): str(word) for word, number in model["vocab"].items()} if kind == "WordPiece" else {}
+        words |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Fault(f"{path}: is no tokenizer.json ({type(error).__name__}: {error}); give a whole copy") from None
     if kind != "WordPiece":
         raise Fault(f"{path}: holds a {kind} model; only WordPiece is known")
-    if min(found, default=0) < 0 or max(found, default=0) >= LARGEST:
+    if min(words, default=0) < 0 or max(words, default=0) >= LARGEST:
         raise Fault(f"{path}: numbers its words outside 0..{LARGEST - 1:,}; tokens are stored in 16 bits")
-    return [found.get(number, f"[no word {number}]") for number in range(max(found, default=-1) + 1)]
+    return [words.get(number, f"[no word {number}]") for number in range(max(words, default=-1) + 1)]
 
 
 class Encoder:
@@ -141,15 +130,11 @@ class Encoder:
 
     def __call__(self, lines: list[str]) -> list[list[int]]:
         """The tokens of every line."""
-        return [found.ids for found in self._model.encode_batch_fast(lines, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._model.encode_batch_fast(lines, add_special_tokens=False)]
 
 
 def load_library() -> Any:
-    """The `tokenizers` library.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """The `tokenizers` library, or an error with the remedy."""
     try:
         import tokenizers
     except ImportError:

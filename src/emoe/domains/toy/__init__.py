@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import Domain, DomainConfig
-from emoe.domains.toy import data, densities, figures
-from emoe.metrics import OVERLAP_ROWS, VALIDITY_ROWS, overlap, support_radius, validity
+from emoe.domains.base import Domain, DomainConfig, random_state
+from emoe.domains.metrics import OVERLAP_ROWS, overlap, validity
+from emoe.domains.toy.densities import CELLS, DENSITIES, Modes, tokenise
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
 Density = Literal[
-    "8-modes",
-    "swiss-roll",
-    "checkerboard",
-    "moons",
-    "25-modes",
-    "two-rings",
-    "pinwheel",
-    "three-rings",
-    "diagonal-grid",
-    "two-spirals",
-    "letter",
-]
+    "8-modes", "swiss-roll", "checkerboard", "moons", "25-modes", "two-rings", "pinwheel", "three-rings",
+    "diagonal-grid", "two-spirals", "letter",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +33,14 @@ class ToyConfig(DomainConfig, kind="toy"):
 
     density: Density = option(doc="which density; the first two are the paper's, the last five are held out")
     points: int = option(20_000, doc="training points", low=2)
-    centres_seed: int | None = option(None, doc="seed of the 8 cluster centres; none = the run's seed")
 
     def conflicts(self) -> Iterator[str]:
-        """A density that is not known, which a script may name without passing through `from_dict`."""
+        """An unknown density, which a script may name without passing through `from_dict`."""
         if self.density not in get_args(Density):
             yield f"density: {self.density!r} is not known; allowed: {', '.join(get_args(Density))}"
 
     def build(self, seed: int) -> Toy:
-        """Draw the centres and the training points."""
+        """Draw the centres of 8-modes and the training points."""
         return Toy(self, seed)
 
 
@@ -63,39 +51,22 @@ class Toy(Domain):
 
     def __init__(self, config: ToyConfig, seed: int):
         self.name, self.seed = config.density, seed
-        self.space = TokenSpace(size=data.CELLS + 1, mask_id=data.CELLS, length=2)
-        centres_seed = seed if config.centres_seed is None else config.centres_seed
-        self.centres = data.mode_centres(data.random_state(derive_seed(centres_seed, "toy", "centres")))
+        self.space = TokenSpace(size=CELLS + 1, mask_id=CELLS, length=2)
+        centres = random_state(derive_seed(seed, "toy", "centres"))
+        self.density = Modes.at_random(centres) if self.name == "8-modes" else DENSITIES[self.name]
         self.rows = self._draw(config.points, "train")
 
     def _draw(self, n: int, *stream: object) -> Int[Tensor, "n 2"]:
         """n rows from the random stream of that name; differently named streams are independent."""
-        state = data.random_state(derive_seed(self.seed, "toy", self.name, *stream))
-        if self.name in densities.PLANAR:
-            return data.tokenise(densities.PLANAR[self.name].draw(n, state))
-        if self.name == "swiss-roll":
-            return data.tokenise(data.swiss_roll(n, state))
-        return data.tokenise(data.eight_modes(n, self.centres, state))
+        return tokenise(self.density.draw(n, random_state(derive_seed(self.seed, "toy", self.name, *stream))))
 
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n 2"]:
         """`n` rows of the same density (the same centres) that were not trained on."""
         return self._draw(n, "fresh", seed)
 
-    @functools.cached_property
-    def support(self) -> Int[Tensor, "m 2"]:
-        """The set X of Eq. 39: the first 3,000 training rows."""
-        return self.rows[:VALIDITY_ROWS]
-
-    @functools.cached_property
-    def radius(self) -> float:
-        """r of Eq. 39. It is 0 on all densities: over 90% of X has a twin in the same cell."""
-        return support_radius(self.support)
-
     def cell_probabilities(self) -> Float[Tensor, "50 50"]:
         """Exact law p(first token, second token) of the density, float64."""
-        if self.name in densities.PLANAR:
-            return densities.PLANAR[self.name].law()
-        return data.swiss_roll_law() if self.name == "swiss-roll" else data.eight_modes_law(self.centres)
+        return self.density.law()
 
     def measure(self, samples: Int[Tensor, "n 2"], seed: int = 0) -> list[Measurement]:
         """Validity (Eq. 39) of the first 3,000 samples, overlap of up to 20,000 with as many fresh rows.
@@ -107,7 +78,3 @@ class Toy(Domain):
         pool = samples[:OVERLAP_ROWS]
         compared = self._draw(len(pool), "measure", seed)
         return [validity(samples, self.support, self.radius), overlap(pool, compared, seed)]
-
-    def picture(self, pools: Mapping[str, Int[Tensor, "_n 2"]], path: Path, *, title: str = "") -> None:
-        """A row of histograms, the ground truth first."""
-        figures.picture(pools, path, size=data.CELLS, title=title)

@@ -1,8 +1,8 @@
-"""More planar densities than App. B.1 has: one description of each serves both for drawing and for its exact law.
+"""Planar densities that can be drawn from and whose law over token pairs is known exactly.
 
-Nearly all are pieces of curves plus isotropic Gaussian noise, the checkerboard is a set of uniform squares. All lie
-in about [-2.8, 2.8]^2, where the 49 edges of the tokens resolve them, and none is a product of its marginals.
-Nothing but the draw of points depends on a seed.
+8-modes and swiss-roll are those of App. B.1, the others are ours. Most are curves plus isotropic Gaussian noise, the
+checkerboard is a set of uniform squares. All lie in about [-2.8, 2.8]^2, where the 49 edges of the tokens resolve
+them, and none is a product of its marginals. Only the centres of 8-modes depend on a seed.
 """
 
 from __future__ import annotations
@@ -11,36 +11,132 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.domains.toy.data import EDGES, Points, mixture_law, quadrature
+from emoe.domains.metrics import nearest_distance
 
 SELECTION = ("checkerboard", "moons", "25-modes", "two-rings")  # for choosing settings
 HELD_OUT = ("pinwheel", "three-rings", "diagonal-grid", "two-spirals", "letter")  # never looked at in choosing them
+EDGES = np.linspace(-3.0, 3.0, 49)
+CELLS = len(EDGES) + 1  # tokens per coordinate; the outermost two take the tails
 
-Curve = Callable[[Float[np.ndarray, " n"]], Points]
-"""Places of a curve at parameters u in [0, 1]."""
+Points = Float[np.ndarray, "n 2"]
+Law = Float[Tensor, "cells cells"]  # p(first token, second token), float64
+Curve = Callable[[Float[np.ndarray, " n"]], Points]  # points of a curve at parameters u in [0, 1]
 
 
-class Planar(Protocol):
-    """A density of the plane that can be drawn from and whose law over token pairs is known."""
+def tokenise(points: Points) -> Int[Tensor, "n 2"]:
+    """Token of a coordinate = number of edges at or below it, 0..49."""
+    return torch.from_numpy(np.digitize(points, EDGES)).long()
 
-    def draw(self, n: int, draw: np.random.RandomState) -> Points:
-        """n independent points."""
-        ...
 
-    def law(self) -> Float[Tensor, "cells cells"]:
-        """Exact law p(first token, second token), float64."""
-        ...
+def coordinate_law(means: Float[Tensor, " m"], deviation: float) -> Float[Tensor, "m cells"]:
+    """P(token) of a Gaussian coordinate, for each mean: differences of its distribution function."""
+    below = 0.5 * (1 + torch.erf((torch.from_numpy(EDGES) - means[:, None]) / (deviation * math.sqrt(2))))
+    return between(below)
+
+
+def between(below: Float[Tensor, "*m edges"]) -> Float[Tensor, "*m cells"]:
+    """P(token) from the distribution function at the edges."""
+    shape = (*below.shape[:-1], 1)
+    return torch.cat([below.new_zeros(shape), below, below.new_ones(shape)], dim=-1).diff(dim=-1)
+
+
+def mixture_law(points: Points, weights: Float[Tensor, " n"], deviation: float) -> Law:
+    """Law of a mixture of isotropic Gaussians: sum_k w_k P_k(i) P_k(j)."""
+    first, second = (coordinate_law(torch.from_numpy(points[:, axis].copy()), deviation) for axis in (0, 1))
+    return (first * weights[:, None]).T @ second
+
+
+def quadrature(panels: int) -> tuple[Float[np.ndarray, " m"], Float[np.ndarray, " m"]]:
+    """Nodes and weights of Gauss-Legendre over [0, 1], 16 nodes in each of `panels` equal panels."""
+    nodes, weights = np.polynomial.legendre.leggauss(16)
+    u = ((np.arange(panels)[:, None] + (nodes + 1) / 2) / panels).ravel()
+    return u, np.tile(weights / (2 * panels), panels)
+
+
+def validity_of_law(law: Law, support: Int[Tensor, "m 2"], radius: float) -> float:
+    """Eq. 39 in expectation: 100 * sum of law(i, j) over the cells within `radius` of the support."""
+    cells = torch.cartesian_prod(torch.arange(law.shape[0]), torch.arange(law.shape[1]))
+    valid = nearest_distance(cells, support) <= radius
+    return 100 * law.cpu().double().flatten()[valid].sum().item()
+
+
+def overlap_of_law(law: Law, data: Law) -> float:
+    """100 * (1 - TV) = 100 * sum of min(law, data), whose ceiling is 100, unlike that of finite pools."""
+    return 100 * torch.minimum(law.cpu().double(), data.cpu().double()).sum().item()
+
+
+def ideal_factorised(cells: Float[Tensor, "J K"], steps: int) -> Float[Tensor, "J K"]:
+    """Law of the best factorised T-step chain (Eq. 2-3 with exact conditionals) for rows with the law `cells`.
+
+    On the grid t_i = i/T with alpha(t) = 1 - t, a position still masked at t_i is revealed in that step with
+    probability 1/i, so its step is uniform over T, ..., 1: prod_{j>i} (1 - 1/j) * 1/i = 1/T. The two positions
+    coincide with probability 1/T. Then both are drawn given the fully masked row, each from its marginal; otherwise
+    the second is drawn given the first, which together is a draw from the joint law:
+
+        p_T(i, j) = (1 - 1/T) p(i, j) + 1/T p(i) p(j).
+    """
+    if steps < 1:
+        raise ValueError(f"steps: must be >= 1, got {steps}")
+    product = cells.sum(1)[:, None] * cells.sum(0)[None, :]
+    return (1 - 1 / steps) * cells + product / steps
 
 
 @dataclass(frozen=True)
-class Piece:
+class Modes:
+    """Eight equal clusters with isotropic Gaussian noise, their centres uniform in [-2.5, 2.5]^2."""
+
+    centres: Float[np.ndarray, "M 2"]
+    noise: float = 0.09
+
+    @classmethod
+    def at_random(cls, state: np.random.RandomState) -> Modes:
+        """Draw the centres."""
+        return cls(state.uniform(-2.5, 2.5, size=(8, 2)))
+
+    def draw(self, n: int, state: np.random.RandomState) -> Points:
+        """A cluster, then noise."""
+        cluster = state.randint(len(self.centres), size=n)
+        return self.centres[cluster] + self.noise * state.standard_normal((n, 2))
+
+    def law(self) -> Law:
+        """Exact law over token pairs."""
+        weights = torch.full((len(self.centres),), 1 / len(self.centres), dtype=torch.float64)
+        return mixture_law(self.centres, weights, self.noise)
+
+
+@dataclass(frozen=True)
+class SwissRoll:
+    """First and third coordinate of scikit-learn's Swiss roll, divided by 7.5."""
+
+    noise: float = 0.45
+    scale: float = 7.5
+
+    def curve(self, u: Float[np.ndarray, " n"]) -> Points:
+        """The roll before scaling: (s cos s, s sin s) with s = 3 pi / 2 * (1 + 2u), u in [0, 1]."""
+        s = 1.5 * np.pi * (1 + 2 * u)
+        return np.stack([s * np.cos(s), s * np.sin(s)], axis=1)
+
+    def draw(self, n: int, state: np.random.RandomState) -> Points:
+        """The points of `make_swiss_roll(n, noise=..., random_state=state)`, whose second coordinate is dropped."""
+        points = self.curve(state.uniform(size=n))
+        state.uniform(size=n)  # along the roll's axis
+        return (points + self.noise * state.standard_normal((3, n))[[0, 2]].T) / self.scale
+
+    def law(self, panels: int = 512) -> Law:
+        """The integral over u of the Gaussian box around curve(u); more panels change nothing."""
+        u, weights = quadrature(panels)
+        return mixture_law(self.curve(u) / self.scale, torch.from_numpy(weights), self.noise / self.scale)
+
+
+class Piece(NamedTuple):
     """A part of a density: a curve, traversed with u uniform in [0, 1], and its mass relative to other pieces."""
 
     curve: Curve
@@ -57,28 +153,27 @@ class Strokes:
     @property
     def shares(self) -> Float[np.ndarray, " K"]:
         """P(k) of each piece."""
-        masses = np.array([piece.mass for piece in self.pieces])
-        return masses / masses.sum()
+        return np.array([piece.mass for piece in self.pieces]) / sum(piece.mass for piece in self.pieces)
 
-    def draw(self, n: int, draw: np.random.RandomState) -> Points:
-        """n points: a piece, a place on it, noise; in this order from the random stream."""
-        chosen = draw.choice(len(self.pieces), size=n, p=self.shares)
-        u = draw.uniform(size=n)
-        places = np.empty((n, 2))
+    def draw(self, n: int, state: np.random.RandomState) -> Points:
+        """A piece, a point on it, noise; in this order from the random stream."""
+        chosen = state.choice(len(self.pieces), size=n, p=self.shares)
+        u = state.uniform(size=n)
+        points = np.empty((n, 2))
         for k, piece in enumerate(self.pieces):
-            places[chosen == k] = piece.curve(u[chosen == k])
-        return places + self.noise * draw.standard_normal((n, 2))
+            points[chosen == k] = piece.curve(u[chosen == k])
+        return points + self.noise * state.standard_normal((n, 2))
 
-    def law(self, panels: int = 128) -> Float[Tensor, "cells cells"]:
-        """sum_k P(k) * integral over u in [0, 1] of the Gaussian box around curve_k(u), by Gauss-Legendre.
+    def law(self, panels: int = 128) -> Law:
+        """sum_k P(k) * integral over u of the Gaussian box around curve_k(u).
 
-        Within a panel the longest curve moves by less than two standard deviations of its noise. Over that
-        range 16 nodes integrate a Gaussian box to machine precision: more panels change nothing.
+        Within a panel the longest curve moves by less than two standard deviations of its noise. Over that range 16
+        nodes integrate a Gaussian box to machine precision: more panels change nothing.
         """
         u, weight = quadrature(panels)
-        places = np.concatenate([piece.curve(u) for piece in self.pieces])
+        points = np.concatenate([piece.curve(u) for piece in self.pieces])
         weights = np.concatenate([share * weight for share in self.shares])
-        return mixture_law(places, torch.from_numpy(weights), self.noise)
+        return mixture_law(points, torch.from_numpy(weights), self.noise)
 
 
 @dataclass(frozen=True)
@@ -88,28 +183,26 @@ class Squares:
     side: float
     corners: tuple[tuple[float, float], ...]  # lower left
 
-    def draw(self, n: int, draw: np.random.RandomState) -> Points:
-        """n points: a square, then a place in it."""
-        corners = np.array(self.corners)[draw.randint(len(self.corners), size=n)]
-        return corners + self.side * draw.uniform(size=(n, 2))
+    def draw(self, n: int, state: np.random.RandomState) -> Points:
+        """A square, then a point in it."""
+        corners = np.array(self.corners)[state.randint(len(self.corners), size=n)]
+        return corners + self.side * state.uniform(size=(n, 2))
 
-    def law(self) -> Float[Tensor, "cells cells"]:
+    def law(self) -> Law:
         """1/K * sum_k P_k(i) P_k(j), where P_k(i) is the share of square k's side that lies in cell i."""
         corners = torch.tensor(self.corners, dtype=torch.float64)
-        below = ((torch.from_numpy(EDGES) - corners[..., None]) / self.side).clamp(0, 1)  # distribution at the edges
-        ends = below.new_zeros(*corners.shape, 1), below.new_ones(*corners.shape, 1)
-        first, second = torch.cat([ends[0], below, ends[1]], dim=-1).diff(dim=-1).unbind(1)
+        below = ((torch.from_numpy(EDGES) - corners[..., None]) / self.side).clamp(0, 1)
+        first, second = between(below).unbind(1)
         return first.T @ second / len(corners)
 
 
-def _polar(
-    centre: tuple[float, float], radius: Float[np.ndarray, " n"] | float, angle: Float[np.ndarray, " n"]
-) -> Points:
-    return np.stack([centre[0] + radius * np.cos(angle), centre[1] + radius * np.sin(angle)], axis=1)
+def polar(radius: Float[np.ndarray, " n"] | float, angle: Float[np.ndarray, " n"]) -> Points:
+    """Points about the origin."""
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
 
 
 def mode(x: float, y: float) -> Piece:
-    """A single place."""
+    """A single point."""
     return Piece(lambda u: np.tile([x, y], (len(u), 1)))
 
 
@@ -121,7 +214,7 @@ def segment(start: tuple[float, float], end: tuple[float, float]) -> Piece:
 
 def arc(radius: float, start: float, end: float, centre: tuple[float, float] = (0.0, 0.0)) -> Piece:
     """A part of a circle from angle `start` to angle `end`, its mass the length."""
-    return Piece(lambda u: _polar(centre, radius, start + u * (end - start)), radius * abs(end - start))
+    return Piece(lambda u: centre + polar(radius, start + u * (end - start)), radius * abs(end - start))
 
 
 def ring(radius: float) -> Piece:
@@ -129,37 +222,17 @@ def ring(radius: float) -> Piece:
     return Piece(arc(radius, 0.0, 2 * math.pi).curve)
 
 
-def _checkerboard(side: float = 1.2) -> Squares:
-    """The eight dark squares of a board of 4 x 4; their sides do not fall on edges of tokens."""
-    dark = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0]
-    return Squares(side, tuple((side * (i - 2), side * (j - 2)) for i, j in dark))
-
-
-def _moons(scale: float = 1.75) -> Strokes:
-    """The two half circles of scikit-learn's `make_moons`, about their middle (1/2, 1/4) and enlarged."""
-    upper = arc(scale, 0.0, math.pi, (-0.5 * scale, -0.25 * scale))
-    lower = arc(scale, math.pi, 2 * math.pi, (0.5 * scale, 0.25 * scale))
-    return Strokes(0.1, (upper, lower))
-
-
 def _modes(spacing: float = 0.94, angle: float = math.radians(27)) -> Strokes:
     """A 5 x 5 grid of equal modes, turned: along the axes it would be the product of its marginals."""
     cos, sin = spacing * math.cos(angle), spacing * math.sin(angle)
-    places = itertools.product(range(-2, 3), repeat=2)
-    return Strokes(0.08, tuple(mode(i * cos - j * sin, i * sin + j * cos) for i, j in places))
+    nodes = itertools.product(range(-2, 3), repeat=2)
+    return Strokes(0.08, tuple(mode(i * cos - j * sin, i * sin + j * cos) for i, j in nodes))
 
 
-def _pinwheel(arms: int = 5, inner: float = 0.5, outer: float = 2.6) -> Strokes:
-    """Arms that bend ever more on the way out: radius r at angle 2 pi k / 5 + 1/4 exp(r / 1.6), r uniform."""
-
-    def arm(k: int) -> Curve:
-        def curve(u: Float[np.ndarray, " n"]) -> Points:
-            r = inner + u * (outer - inner)
-            return _polar((0.0, 0.0), r, 2 * math.pi * k / arms + 0.25 * np.exp(r / 1.6))
-
-        return curve
-
-    return Strokes(0.09, tuple(Piece(arm(k)) for k in range(arms)))
+def _pinwheel(k: int, u: Float[np.ndarray, " n"], inner: float = 0.5, outer: float = 2.6) -> Points:
+    """An arm that bends ever more on the way out: radius r at angle 2 pi k / 5 + 1/4 exp(r / 1.6), r uniform."""
+    r = inner + u * (outer - inner)
+    return polar(r, 2 * math.pi * k / 5 + 0.25 * np.exp(r / 1.6))
 
 
 def _diagonal_grid(gap: float = 1.5, reach: float = 2.2) -> Strokes:
@@ -168,25 +241,15 @@ def _diagonal_grid(gap: float = 1.5, reach: float = 2.2) -> Strokes:
     def turned(x: float, y: float) -> tuple[float, float]:
         return (x - y) / math.sqrt(2), (x + y) / math.sqrt(2)
 
-    rising = [segment(turned(-reach, place), turned(reach, place)) for place in (-gap, 0.0, gap)]
-    falling = [segment(turned(place, -reach), turned(place, reach)) for place in (-gap, 0.0, gap)]
+    rising = [segment(turned(-reach, y), turned(reach, y)) for y in (-gap, 0.0, gap)]
+    falling = [segment(turned(x, -reach), turned(x, reach)) for x in (-gap, 0.0, gap)]
     return Strokes(0.07, (*rising, *falling))
 
 
-def _two_spirals(start: float = math.pi / 2, end: float = 3 * math.pi, scale: float = 3.7) -> Strokes:
-    """Two Archimedean arms, radius = angle / 3.7, one turned by 180 degrees.
-
-    The square of the angle is uniform, so that mass is spread nearly evenly over the length.
-    """
-
-    def arm(sign: int) -> Curve:
-        def curve(u: Float[np.ndarray, " n"]) -> Points:
-            s = np.sqrt(start**2 + u * (end**2 - start**2))
-            return _polar((0.0, 0.0), sign * s / scale, s)
-
-        return curve
-
-    return Strokes(0.07, (Piece(arm(1)), Piece(arm(-1))))
+def _spiral(sign: int, u: Float[np.ndarray, " n"], start: float = math.pi / 2, end: float = 3 * math.pi) -> Points:
+    """An Archimedean arm, radius = angle / 3.7; the square of the angle is uniform, so mass is nearly even."""
+    s = np.sqrt(start**2 + u * (end**2 - start**2))
+    return polar(sign * s / 3.7, s)
 
 
 def _letter() -> Strokes:
@@ -198,14 +261,21 @@ def _letter() -> Strokes:
     return Strokes(0.08, (stem, *bars, bowl, segment((join, 0.0), (1.5, -top))))
 
 
-PLANAR: dict[str, Planar] = {
-    "checkerboard": _checkerboard(),
-    "moons": _moons(),
+Planar = Modes | SwissRoll | Strokes | Squares
+_DARK = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0]
+DENSITIES: dict[str, Planar] = {
+    "swiss-roll": SwissRoll(),
+    # The dark squares of a board of 4 x 4; their sides do not fall on edges of tokens.
+    "checkerboard": Squares(1.2, tuple((1.2 * (i - 2), 1.2 * (j - 2)) for i, j in _DARK)),
+    # The half circles of scikit-learn's `make_moons`, about their middle (1/2, 1/4) and enlarged by 1.75.
+    "moons": Strokes(
+        0.1, (arc(1.75, 0.0, math.pi, (-0.875, -0.4375)), arc(1.75, math.pi, 2 * math.pi, (0.875, 0.4375)))
+    ),
     "25-modes": _modes(),
     "two-rings": Strokes(0.07, (ring(1.25), ring(2.5))),
-    "pinwheel": _pinwheel(),
+    "pinwheel": Strokes(0.09, tuple(Piece(partial(_pinwheel, k)) for k in range(5))),
     "three-rings": Strokes(0.06, (ring(0.7), ring(1.4), ring(2.1))),
     "diagonal-grid": _diagonal_grid(),
-    "two-spirals": _two_spirals(),
+    "two-spirals": Strokes(0.07, (Piece(partial(_spiral, 1)), Piece(partial(_spiral, -1)))),
     "letter": _letter(),
 }

@@ -1,0 +1,145 @@
+"""`emoe data`: MNIST's files, and text as rows of tokens."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Literal
+
+from emoe.commands.args import SEVERAL, Command
+from emoe.config import ConfigError, hint
+from emoe.console import Progress, Tick, meter
+
+
+def main(words: list[str]) -> int:
+    """Fetch data; `emoe data prepare` has options of its own."""
+    if words[:1] == ["prepare"]:
+        return Command("emoe data prepare", prepare)(words[1:])
+    return Command("emoe data", fetch)(words)
+
+
+def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> int:
+    """Fetch or prepare data.
+
+    mnist: download the four files of MNIST into DATA-ROOT/mnist, or check those that are there. prepare: turn text into
+    rows of tokens, see emoe data prepare --help.
+
+    Args:
+        what (mnist|prepare): what to do
+        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
+        quiet: no progress
+
+    Examples:
+        emoe data mnist
+        emoe data mnist --data-root ~/data
+        emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news
+    """
+    if what != "mnist":
+        raise ConfigError([f"data: {what!r} is not known{hint(what, ['mnist', 'prepare'])}"])
+    from emoe.domains.images import files
+
+    folder, total = files.data_root(data_root) or files.LOCAL, len(files.ORIGINAL)
+    if files.is_complete(folder):
+        print(f"{folder}: all {total} files of MNIST are there and checked; nothing to download")
+        return 0
+    sizes: dict[str, int] = {}
+    bars: list[Progress] = []
+    with ExitStack() as stack:
+
+        def show(name: str, size: int, whole: int) -> None:
+            if name not in sizes:
+                stack.close()
+                bars.append(stack.enter_context(Progress(whole // 1000, label=f"{name} (kB)", quiet=quiet)))
+            sizes[name] = size
+            bars[-1].update(size // 1000)
+            if size >= whole:
+                bars[-1].log(size // 1000)
+
+        files.download_mnist(folder, on_progress=show)
+    size = sum(sizes.values()) / 1e6
+    print(f"{folder / 'mnist'}: {len(sizes)} files downloaded ({size:.1f} MB), all {total} checked")
+    if data_root:
+        print(f"next: emoe train ... --data-root {shlex.quote(data_root)}, or export EMOE_DATA to name it once")
+    return 0
+
+
+def prepare(
+    inputs: tuple[Path, ...] = (),
+    *,
+    train: Annotated[tuple[Path, ...], SEVERAL] = (),
+    valid: Annotated[tuple[Path, ...], SEVERAL] = (),
+    test: Annotated[tuple[Path, ...], SEVERAL] = (),
+    out: Path,
+    tokenizer: Path,
+    split: tuple[float, ...] | None = None,
+    length: int = 128,
+    packing: Literal["chunks", "wrap"] = "chunks",
+    detokenise: Literal["auto", "lm1b", "wikitext", "none"] = "auto",
+    encoding_errors: Literal["strict", "replace"] = "strict",
+    seed: int = 0,
+    jobs: int | None = None,
+    quiet: bool = False,
+) -> int:
+    """Turn text into packed rows of tokens.
+
+    Inputs are text files, also packed (.gz, .xz, .bz2) or in archives (.tar, .tar.gz), or folders of them; one line is
+    a sentence or paragraph, empty lines separate documents. Names such as train, valid and test, and those of the One
+    Billion Word benchmark, say the split. A run that was stopped goes on when it is started again.
+
+    Args:
+        inputs: files and folders whose names say the split
+        train (FILE): files and folders to train on
+        valid (FILE): files and folders to validate with
+        test (FILE): files and folders to test with
+        out: the folder to write
+        tokenizer: BERT's vocab.txt or tokenizer.json, or its folder
+        split (V,T): shares of training documents for valid and test: 0.005,0.005
+        length: tokens of a row
+        packing: chunks: plain rows; wrap: rows with [CLS] at both ends
+        detokenise: spacing to undo; auto: by the names of the files
+        encoding_errors: bytes that are not UTF-8: an error, or replaced
+        seed: seed of --split
+        jobs: processes; default: one for each core
+        quiet: no progress
+
+    Examples:
+        emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news
+        emoe data prepare book.txt --split 0.01,0.01 --tokenizer bert --out sets/book
+        emoe data prepare 1-billion-word-language-modeling-benchmark-r13output.tar.gz --tokenizer bert \
+--packing wrap --out sets/lm1b
+        emoe data prepare --train a.txt.gz b.txt.xz --test c.txt --tokenizer bert --out sets/mine
+    """
+    from emoe.domains.text import prepare as text
+
+    config = text.PrepareConfig(
+        split=split, length=length, packing=packing, detokenise=detokenise, encoding_errors=encoding_errors, seed=seed,
+        jobs=jobs,
+    )  # fmt: skip
+    began, before, characters = time.monotonic(), 0, 0
+    with ExitStack() as stack:
+        tick: Tick | None = None
+
+        def show(size: int, total: int, read: int) -> None:
+            nonlocal tick, before, characters
+            tick = tick or stack.enter_context(meter(total // 1000, f"{out} (kB of files)", quiet=quiet))
+            characters += read
+            speed = f"{characters / 1e6 / max(time.monotonic() - began, 1e-9):.2f} MB/s of text"
+            tick((before + size) // 1000 - before // 1000, speed)
+            before += size
+
+        done = text.prepare(
+            out, tokenizer, inputs, train=train, valid=valid, test=test, config=config,
+            on_progress=show, note=lambda line: print(f"emoe data: {line}", file=sys.stderr),
+        )  # fmt: skip
+    length = done.manifest["length"]
+    for name, rows in done.manifest["splits"].items():
+        print(
+            f"{name}: {rows['rows']:,} rows of {length} tokens, {rows['documents']:,} documents, "
+            f"{100 * rows['unknown_share']:.3f}% of the tokens unknown"
+        )
+    work = f"{done.made} parts made, {done.kept} kept" if done.made + done.kept else "is there already, nothing to do"
+    print(f"{done.path}: {work}; train on it with --domain text --domain.path {shlex.quote(str(done.path))}")
+    return 0

@@ -1,0 +1,190 @@
+"""`emoe eval`: samples of trained runs over NFE, and named likelihoods."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from emoe.commands.args import Command
+from emoe.commands.report import read_results
+from emoe.commands.sample import sampling
+from emoe.commands.settings import with_data_root
+from emoe.commands.values import Range, Rows, Seed
+from emoe.config import ConfigError
+from emoe.console import console_table, meter
+
+if TYPE_CHECKING:
+    from emoe.evaluation.eval_lm import EvalLM
+    from emoe.reporting.results import Results, Row
+    from emoe.runs.run import Run
+    from emoe.runs.sampling import Pool
+    from emoe.types import Likelihood
+
+
+def evaluate(
+    runs: tuple[str, ...],
+    *,
+    nfe: Annotated[tuple[int, ...] | None, Range(1, 10_000)] = None,
+    samples: Annotated[int | None, Range(2, 10_000_000)] = None,
+    seed: Seed | None = None,
+    likelihood: str | None = None,
+    exact: bool = False,
+    eval_lm: Annotated[str | None, "--judge"] = None,
+    rows: Rows | None = None,
+    results: Path | None = None,
+    data_root: str | None = None,
+    device: str = "auto",
+    json: bool = False,
+    settings: Mapping[str, str],
+    command: str,
+) -> int:
+    """Draw samples at each NFE and measure them, and estimate named likelihoods. One or more runs.
+
+    Args:
+        runs: run folders
+        nfe: numbers of network calls, such as 1,2,4; default: the recipe's
+        samples: rows for each NFE; default: the recipe's
+        seed: seed of the draws; default: the run's
+        likelihood: named likelihoods, such as 'objective bound@4 iw@4,64 nelbo'; none = leave them out (default: a few)
+        exact: toy: also the exact law at each NFE, without sampling noise
+        eval_lm (FOLDER): text: also the perplexity of the samples under a language model, a run of 'ar' or a Hugging
+            Face model
+        rows: held-out rows for likelihoods (default 2000, or all where there are fewer)
+        results: also merge the rows into this results file
+        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
+        device: auto, cpu, cuda, cuda:N
+        json: print the rows as JSON
+        settings: fields that do not change the weights
+        command: the command line, for the record
+
+    Examples:
+        emoe eval runs/a runs/b --nfe 1,2,4
+        emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500
+        emoe eval runs/news --eval-lm models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it
+    """
+    asked = None if likelihood is None else parse_likelihoods(likelihood.split())
+    from emoe.evaluation.measure import described
+    from emoe.reporting.provenance import describe_machine
+    from emoe.reporting.results import Results, RunInfo, record
+    from emoe.runs.train import load_run
+
+    everything = Results()
+    likelihoods: dict[Likelihood, None] = {}
+    for folder in runs:
+        began = time.monotonic()
+        with with_data_root(settings, data_root) as fields:
+            run = load_run(folder, device=device, settings=fields)
+        files = [path for path in (run.eval_file, results) if path is not None]
+        for path in files:
+            read_results(path)  # a file that cannot be merged into is refused before the work
+        names = parse_likelihoods(run.method.likelihoods()) if asked is None else asked
+        likelihoods |= dict.fromkeys(names)
+        # What can be refused is opened and computed before anything is drawn.
+        lm = None if eval_lm is None else text_lm(run, eval_lm, device)
+        measured = law_rows(run, nfe or run.experiment.eval.nfe) if exact else []
+        measured += sample_rows(run, nfe or run.experiment.eval.nfe, samples, seed, lm)
+        measured += likelihood_rows(run, names, rows, seed) if names else []
+        info = RunInfo(command=command, wall_s=round(time.monotonic() - began, 1), **describe_machine(run.device))
+        methods = described(run.method, run.experiment)
+        everything.add(info, measured, methods)
+        for path in files:
+            record(path, info, measured, methods)
+    if json:
+        print(dumps([vars(row) for row in everything.rows], indent=1))
+    else:
+        show(everything, list(likelihoods))
+    return 0
+
+
+def parse_likelihoods(names: Sequence[str]) -> list[Likelihood]:
+    """Likelihoods by their names; `none` is none."""
+    from emoe.types import Likelihood
+
+    try:
+        return [] if list(names) == ["none"] else list(map(Likelihood.parse, names))
+    except ValueError as error:
+        raise ConfigError([f"likelihood: {error}"]) from None
+
+
+def text_lm(run: Run, folder: str, device: str) -> EvalLM:
+    """An evaluation LM that reads the tokens of a run on text."""
+    from emoe.domains.text.data import Text
+
+    if not isinstance(run.domain, Text):
+        raise ConfigError([f"eval-lm: {run.path} was not trained on text; leave it out"])
+    from emoe.evaluation.eval_lm import open_eval_lm
+
+    lm = open_eval_lm(folder, device=device)
+    lm.encode(run.domain, run.domain.test_rows[:1].long())
+    return lm
+
+
+def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | None, lm: EvalLM | None) -> list[Row]:
+    """Measures of samples at each NFE; with an evaluation LM also their perplexity and that of held-out rows."""
+    from emoe.evaluation.likelihood import held_out_rows
+    from emoe.evaluation.measure import measure_samples, row
+
+    domain: Any = run.domain
+    pools: list[Pool] = []
+    with sampling(run, samples or run.experiment.eval.samples, nfe, f"samples of {run.path}"):
+        keep = None if lm is None else pools.append
+        rows = measure_samples(run.method, domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=keep)
+    if lm is None:
+        return rows
+    from emoe.evaluation.gen_ppl import score
+
+    held_out = score(lm, domain, held_out_rows(domain, None, 0)).perplexity("judge_ppl")
+    shown = f"{held_out.value:.2f} of {held_out.n:,} held-out rows of {domain.name}"
+    print(f"evaluation LM {lm.name}: perplexity {shown}", file=sys.stderr)
+    items = [*((pool.nfe, score(lm, domain, pool.samples).perplexity()) for pool in pools), (None, held_out)]
+    return rows + [row(item, domain, run.experiment, nfe=calls, convention="paper") for calls, item in items]
+
+
+def likelihood_rows(run: Run, names: Sequence[Likelihood], rows: int | None, seed: int | None) -> list[Row]:
+    """Named likelihoods, with progress."""
+    from emoe.evaluation import likelihood, measure
+
+    with meter(sum(map(likelihood.passes, names)), f"likelihoods of {run.path}") as tick:
+        return measure.measure_likelihoods(
+            run.method, run.domain, run.experiment, names, rows=rows, seed=seed, tick=tick
+        )
+
+
+def law_rows(run: Run, nfe: Sequence[int]) -> list[Row]:
+    """Measures of the exact law of a toy run, with progress; a law that is too large is refused."""
+    from emoe.evaluation.measure import exact_rows
+    from emoe.exact.laws import law_work
+
+    with meter(law_work(run.method, nfe), f"exact law of {run.path}") as tick:
+        return exact_rows(run.method, run.domain, run.experiment, nfe, tick=tick)
+
+
+def show(results: Results, likelihoods: Sequence[Likelihood]) -> None:
+    """Print a table for each metric over NFE, and one of the likelihoods, which belong to no NFE."""
+    from emoe.reporting.render import print_metrics
+
+    for part in (results.only(convention=None), results.only(convention="exact"), results.only(metric="gen_ppl")):
+        for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows if row.nfe is not None):
+            print_metrics(part, task, [metric])
+    lines = []
+    for recipe, seed in dict.fromkeys((row.recipe, row.seed) for row in results.rows if row.convention is not None):
+        for name in likelihoods:
+            values = {row.metric: row for row in results.select(recipe=recipe, seed=seed, convention=str(name))}
+            if nll := values.get("nll"):
+                bpd, gain = values["bpd"].value, values.get("coordination_gain")
+                error = "" if nll.stderr is None else f" ±{nll.stderr:.3f}"
+                units = [f"{bpd * math.log(2):.4f}", f"{bpd:.3f}", f"{values['ppl'].value:.2f}"]
+                gained = f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""
+                cells = [str(name), f"{nll.value:.3f}{error}", *units, name.bounds + gained]
+                lines.append([f"{recipe} seed {seed}", *cells])
+    if lines:
+        header = ["Likelihood", "convention", "nats per row", "nats per token", "bits/dim", "perplexity", "what it is"]
+        console_table(header, lines)
+
+
+main = Command("emoe eval", evaluate)

@@ -1,0 +1,127 @@
+"""Measures of a pool of rows against data: validity (Eq. 39), overlap, and overlap of position pairs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from emoe.types import Measurement
+
+VALIDITY_ROWS = 3_000  # n of Eq. 39 and the size of its set X
+OVERLAP_ROWS = 20_000  # rows on each side of an overlap
+MOST_PAIRS = 120  # all position pairs up to L = 16
+RESAMPLES = 20  # bootstrap draws behind the standard error of an overlap
+
+
+def nearest_distance(
+    points: Int[Tensor, "n L"], support: Int[Tensor, "m L"], *, skip_self: bool = False, chunk: int = 1_000
+) -> Float[Tensor, " n"]:
+    """min over x in support of ||point - x||_2, every row read as a vector of token indices.
+
+    |a|^2 + |b|^2 - 2 ab is evaluated in float64, where sums of products of token ids are exact whole numbers: a
+    distance of 0 comes out as 0, which the radius r = 0 of the toy densities depends on. With `skip_self` row i of
+    both is the same row and not its own neighbour (an equal row elsewhere is). `chunk` bounds the memory.
+    """
+    a, b = points.cpu().double(), support.cpu().double()
+    norms = b.square().sum(1)
+    nearest = []
+    for start in range(0, len(a), chunk):
+        part = a[start : start + chunk]
+        squared = part.square().sum(1, keepdim=True) + norms - 2.0 * part @ b.T
+        if skip_self:
+            squared[torch.arange(len(part)), torch.arange(start, start + len(part))] = torch.inf
+        nearest.append(squared.min(1).values.sqrt())
+    return torch.cat(nearest)
+
+
+def support_radius(support: Int[Tensor, "m L"], percentile: float = 90.0) -> float:
+    """r of Eq. 39: a percentile of the nearest-neighbour distances within the support; 0 for a single row."""
+    if len(support) < 2:
+        return 0.0
+    return float(np.percentile(nearest_distance(support, support, skip_self=True).numpy(), percentile))
+
+
+def validity(samples: Int[Tensor, "n L"], support: Int[Tensor, "m L"], radius: float) -> Measurement:
+    """Eq. 39 for the first 3,000 samples: 100/n * #{i : min_x ||sample_i - x||_2 <= r}."""
+    samples = not_empty(samples)[:VALIDITY_ROWS]
+    return proportion("validity", nearest_distance(samples, support) <= radius)
+
+
+def overlap(samples: Int[Tensor, "n L"], data: Int[Tensor, "m L"], seed: int = 0) -> Measurement:
+    """100 * (1 - TV) between two equally large pools, each a histogram over whole rows.
+
+    TV = 1/2 * sum over rows x of |count_samples(x) - count_data(x)| / n. Unlike validity it shows missing modes. Two
+    finite pools of one law stay below 100: read it against the overlap of data with data.
+    """
+    ids = torch.unique(torch.cat([not_empty(samples).cpu(), data.cpu()]), dim=0, return_inverse=True)[1]
+    return _overlap("overlap", ids.numpy()[None], len(samples), seed)
+
+
+def pair_overlap(samples: Int[Tensor, "n L"], data: Int[Tensor, "m L"], seed: int = 0) -> Measurement:
+    """Mean over position pairs (i, j) of 100 * (1 - TV) between the laws of (x_i, x_j).
+
+    Whole rows of a long sequence hardly ever repeat, so their overlap says nothing; pairs do repeat, and they show
+    whether positions agree with each other. All pairs up to L = 16, otherwise 120 picked by `seed`.
+    """
+    both = torch.cat([not_empty(samples).cpu(), data.cpu()]).long()
+    size = int(both.max()) + 1
+    codes = (both[:, i] * size + both[:, j] for i, j in position_pairs(both.shape[1], seed))
+    ids = np.stack([torch.unique(code, return_inverse=True)[1].numpy() for code in codes])
+    return _overlap("pair_overlap", ids, len(samples), seed)
+
+
+def position_pairs(length: int, seed: int) -> list[tuple[int, int]]:
+    """All pairs i < j of positions, or 120 different ones picked by `seed` where there are more."""
+    if length * (length - 1) // 2 <= MOST_PAIRS:
+        return list(itertools.combinations(range(length), 2))
+    draw, pairs = random.Random(seed), set[tuple[int, int]]()
+    while len(pairs) < MOST_PAIRS:
+        first, second = sorted(draw.sample(range(length), 2))
+        pairs.add((first, second))
+    return sorted(pairs)
+
+
+def not_empty(samples: Int[Tensor, "n L"]) -> Int[Tensor, "n L"]:
+    """The samples, of which there must be some."""
+    if not len(samples):
+        raise ValueError("there are no samples to measure")
+    return samples
+
+
+def proportion(metric: str, hits: Bool[Tensor, " n"]) -> Measurement:
+    """Share of hits in percent, with the standard error of a proportion."""
+    share, n = hits.double().mean().item(), len(hits)
+    return Measurement(metric, 100 * share, 100 * math.sqrt(share * (1 - share) / n), n)
+
+
+def mean(metric: str, values: Float[Tensor, " n"]) -> Measurement:
+    """The mean with its standard error, which a single value does not have."""
+    n = len(values)
+    return Measurement(metric, values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else None, n)
+
+
+def _overlap(name: str, ids: Int[np.ndarray, "pairs both"], n: int, seed: int) -> Measurement:
+    """Mean overlap over the rows of `ids` (cells of the samples, then of the data), with its bootstrap error.
+
+    Whole rows are drawn again, the same for every pair: pairs share rows, so their errors are correlated.
+    """
+
+    def value(samples: Int[np.ndarray, " n"] | slice, data: Int[np.ndarray, " n"] | slice) -> float:
+        shares = []
+        for cells in ids:
+            size = int(cells.max()) + 1
+            counts = [np.bincount(side, minlength=size) for side in (cells[:n][samples], cells[n:][data])]
+            shares.append(np.minimum(*counts).sum() / n)  # 1 - TV of histograms of equal mass
+        return 100 * float(np.mean(shares))
+
+    if ids.shape[1] != 2 * n:
+        raise ValueError(f"{name}: {n} samples against {ids.shape[1] - n} data rows; take equally many")
+    draw = np.random.default_rng(seed)
+    resampled = [value(draw.integers(n, size=n), draw.integers(n, size=n)) for _ in range(RESAMPLES)]
+    return Measurement(name, value(slice(None), slice(None)), float(np.std(resampled, ddof=1)), n)

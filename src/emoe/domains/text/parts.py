@@ -1,0 +1,162 @@
+"""Slices of text as parts: files of tokens that worker processes write and a stopped run uses again.
+
+A part is `KEY.bin`, the tokens of the slice for each split, one split after the other, and `KEY.json` with their
+numbers and the SHA-256 of the tokens. KEY is a hash of everything that decides the tokens, the text itself included.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emoe.domains.text.detokenise import RULES
+from emoe.domains.text.reading import SPLITS, Slice, Split
+from emoe.domains.text.tokens import Encoder, Fault, Vocabulary, read_vocabulary
+from emoe.files import replace_file
+
+CHARACTERS = 1 << 18  # that the tokenizer gets at a time
+TOKEN = np.dtype("<u2")
+
+
+class Settings(NamedTuple):
+    """The settings that decide the tokens of a text."""
+
+    tokenizer: str  # path of its file
+    sha256: str  # of that file
+    errors: str  # "strict" or "replace": bytes that are not UTF-8
+    shares: tuple[float, ...] | None  # of documents of training files that go to valid and test
+    seed: int  # of that choice
+
+    def key(self, part: Slice) -> str:
+        """The name of a slice's part."""
+        shares = self.shares if part.split == "train" else None
+        settings = [self.sha256, self.errors, shares, self.seed if shares else 0, part.split, part.style, part.lone]
+        return hashlib.sha256(json.dumps(settings).encode() + b"\n" + part.text).hexdigest()
+
+
+class Counts(NamedTuple):
+    """How much of a split a slice or a file holds."""
+
+    tokens: int = 0
+    lines: int = 0
+    documents: int = 0
+    unknown: int = 0
+
+
+@functools.lru_cache(maxsize=1)
+def _tools(settings: Settings) -> tuple[Vocabulary, Encoder]:
+    vocabulary = read_vocabulary(Path(settings.tokenizer))
+    if vocabulary.sha256 != settings.sha256:
+        raise Fault(f"{settings.tokenizer}: changed while it was in use; run again")
+    return vocabulary, Encoder(vocabulary)
+
+
+def write_part(part: Slice, key: str, settings: Settings, folder: Path) -> None:
+    """Encode a slice and write its part.
+
+    Raises:
+        Fault: Bytes that are no text.
+        OSError: It cannot be written; nothing is left of it.
+    """
+    special, content, counts = _tools(settings)[0].special, b"", {}
+    tokens, documents = _encode(part, settings)
+    for split in SPLITS:
+        ids = np.array(tokens[split], TOKEN)
+        if (ids == special["mask"]).any():
+            remedy = "use one that does not, such as vocab.txt"
+            raise Fault(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
+        lines, unknown = (int(np.count_nonzero(ids == special[word])) for word in ("cls", "unk"))
+        counts[split] = Counts(len(ids), lines, documents[split], unknown)._asdict()
+        content += ids.tobytes()
+    replace_file(folder / f"{key}.bin", content)
+    sidecar = {"sha256": hashlib.sha256(content).hexdigest(), "counts": counts}
+    replace_file(folder / f"{key}.json", json.dumps(sidecar))
+
+
+def read_part(folder: Path, key: str) -> dict[Split, tuple[Counts, NDArray[np.uint16]]] | None:
+    """Sizes and tokens of a part; None if it is missing or damaged."""
+    try:
+        sidecar = json.loads((folder / f"{key}.json").read_bytes())
+        content = (folder / f"{key}.bin").read_bytes()
+        if hashlib.sha256(content).hexdigest() != sidecar["sha256"]:
+            return None
+        counts = [Counts(**sidecar["counts"][split]) for split in SPLITS]
+        tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum([one.tokens for one in counts])[:-1])
+        return dict(zip(SPLITS, zip(counts, tokens, strict=True), strict=True))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _encode(part: Slice, settings: Settings) -> tuple[dict[Split, array[int]], dict[Split, int]]:
+    """Tokens of each split, each line followed by [CLS], and the number of documents."""
+    vocabulary, encoder = _tools(settings)
+    tokens, documents = {split: array("H") for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+    rule, size = RULES[part.style], 0
+    batch: list[tuple[Split, str]] = []
+
+    def flush() -> None:
+        for (split, _), ids in zip(batch, encoder([line for _, line in batch]), strict=True):
+            if ids:
+                tokens[split].extend([*ids, vocabulary.special["cls"]])
+        batch.clear()
+
+    for document in _documents(_decode(part, settings), part.lone):
+        split = _choose(document, part.split, settings)
+        documents[split] += 1
+        for line in document:
+            batch.append((split, rule(line)))
+            size += len(line)
+            if size >= CHARACTERS:
+                flush()
+                size = 0
+    flush()
+    return tokens, documents
+
+
+def _decode(part: Slice, settings: Settings) -> str:
+    text = part.text
+    if settings.errors == "replace":
+        return text.decode("utf-8", errors="replace")
+    wrong, reason = text.find(b"\0"), "holds a zero byte, so it is no UTF-8 text (UTF-16?)"
+    try:
+        if wrong < 0:
+            return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong, reason = error.start, f"is not UTF-8 ({error.reason}: 0x{text[error.start]:02x})"
+    line = part.line + text.count(b"\n", 0, wrong)
+    raise Fault(
+        f"{part.name}: line {line:,}, byte {part.offset + wrong:,} {reason}; convert the file "
+        "(iconv -t utf-8), or let a mark stand in its place: --encoding-errors replace"
+    )
+
+
+def _documents(text: str, lone: bool) -> Iterator[list[str]]:
+    """Lists of lines without the blanks around them; empty lines are left out."""
+    document: list[str] = []
+    for line in map(str.strip, [*text.split("\n"), ""]):
+        if line:
+            document.append(line)
+        if document and (lone or not line):
+            yield document
+            document = []
+
+
+def _choose(document: list[str], split: Split, settings: Settings) -> Split:
+    """The split of a document: that of its file, or for training files one that a hash of the document decides."""
+    if split != "train" or settings.shares is None:
+        return split
+    digest = hashlib.blake2b(f"{settings.seed}\n".encode(), digest_size=8)
+    for line in document:
+        digest.update(line.encode("utf-8", errors="replace") + b"\n")
+    draw = int.from_bytes(digest.digest(), "big") / 2**64
+    valid, test = settings.shares
+    return "valid" if draw < valid else "test" if draw < valid + test else "train"

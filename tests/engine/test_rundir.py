@@ -1,0 +1,109 @@
+"""The run lock: one holder, named to the second, freed when it is killed; two starts at once never mix."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import TRAIN, Server, outcome
+from small import TOY
+
+from emoe.engine.rundir import RunBusy, RunLock
+from emoe.experiment import Experiment
+from emoe.files import StorageError
+
+HOLD = """
+import time
+from pathlib import Path
+from emoe.engine.rundir import RunBusy, RunLock
+try:
+    with RunLock(Path(arguments)):
+        print("held", flush=True)
+        time.sleep(100)
+except RunBusy as error:
+    print(error)
+    code = error.exit_code
+"""
+WAIT = """
+import os, time
+import emoe.runs.train as module
+fit, go = module.fit, arguments.pop("go")
+def late(*args, **options):
+    time.sleep(0.1)  # between the claim and the training, where a second process must not come in
+    return fit(*args, **options)
+module.fit = late
+while not os.path.exists(go):
+    time.sleep(0.0005)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+def test_the_holder_is_named_and_a_killed_one_leaves_no_lock(server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / "run with spaces"
+    first = server.start(HOLD, str(folder))
+    server.until(first, "held")
+    second = server.start(HOLD, str(folder))
+    assert server.wait(second) == 2
+    assert f"process {first};" in server.text(second) and str(folder) in server.text(second)
+    os.kill(first, signal.SIGKILL)
+    assert server.wait(first) == -signal.SIGKILL
+    with RunLock(folder):
+        assert (folder / "run.lock").read_text() == f"{os.getpid()}\n"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="run.lock"), RunLock(tmp_path / "file"):
+        pass
+
+
+def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
+    entered: list[bool] = []
+
+    def enter() -> None:
+        try:
+            with RunLock(tmp_path):
+                entered.append(True)
+        except RunBusy:
+            entered.append(False)
+
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        with RunLock(tmp_path / "." / ""):
+            pass
+        thread = threading.Thread(target=enter)  # the inner block has not freed the folder
+        thread.start()
+        thread.join()
+        raise KeyError
+    enter()
+    assert entered == [False, True]
+
+
+def test_two_starts_at_once_never_mix(server: Server, tmp_path: Path) -> None:
+    """One of them has the folder from its claim to its end; the experiment, log and weights are all its own."""
+
+    def begin(folder: Path, seed: int, go: Path) -> int:
+        arguments: dict[str, Any] = {"recipe": "toy-8modes-mdlm", "folder": str(folder), "go": str(go)}
+        return server.start(WAIT + TRAIN, arguments | {"settings": TOY | {"train.steps": 6, "seed": seed}})
+
+    alone = [tmp_path / "alone0", tmp_path / "alone1"]
+    assert [server.wait(begin(folder, seed, tmp_path)) for seed, folder in enumerate(alone)] == [0, 0]
+    for trial in range(4):
+        folder, go = tmp_path / f"run{trial}", tmp_path / f"go{trial}"
+        pids = [begin(folder, seed, go) for seed in (0, 1)]
+        time.sleep(0.02)
+        go.touch()
+        codes = [server.wait(pid) for pid in pids]
+        assert sorted(codes) == [0, 2], [server.text(pid) for pid in pids]
+        winner = codes.index(0)
+        refusal = server.text(pids[1 - winner])
+        assert "in use by" in refusal or "already holds a trained run" in refusal
+        assert Experiment.load(folder / "experiment.json").seed == winner
+        assert outcome(folder) == outcome(alone[winner])

@@ -1,0 +1,59 @@
+"""Panels of pools: exact histograms and mosaics, the order of pools, masked cells."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emoe.figures.base import save
+from emoe.figures.panels import heat_maps, histogram, histogram_grid, image_lines, mosaic, texts, truth_first
+
+
+def test_histogram_drops_nothing_but_masks() -> None:
+    shares = histogram(np.array([[0, 0], [0, 0], [49, 3], [50, 50]]), 50)
+    assert shares[0, 0] == 0.5 and shares[49, 3] == 0.25 and shares.sum() == 0.75
+    coarse = histogram(np.array([[0, 999], [999, 0]]), 1_000)
+    assert coarse.shape == (128, 128) and coarse[0, 127] == coarse[127, 0] == 0.5
+
+
+def test_grid_of_histograms_leaves_missing_cells_blank(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).integers(50, size=(100, 2))
+    figure = histogram_grid({"MDLM": {"NFE 1": rows, "NFE 2": rows}, "E-MoE": {"NFE 2": rows}}, 50, title="x")
+    assert [len(axis.images) for axis in figure.axes] == [1, 1, 0, 1]
+    assert [axis.get_title() for axis in figure.axes] == ["NFE 1", "NFE 2", "", ""]
+    save(figure, tmp_path / "deep" / "grid.png")
+    assert 5_000 < (tmp_path / "deep" / "grid.png").stat().st_size < 120_000
+    with pytest.raises(ValueError, match="no pools"):
+        histogram_grid({}, 50)
+
+
+def test_real_data_come_first() -> None:
+    assert list(truth_first(dict.fromkeys(["MDLM", "VADD", "Ground truth"]))) == ["Ground truth", "MDLM", "VADD"]
+
+
+def test_a_mosaic_puts_images_line_by_line() -> None:
+    images = np.zeros((5, 3, 3), np.uint8)
+    images[0, 0, 2], images[1, 1, 1], images[4] = 1, 2, 1
+    shades = mosaic(images, 4)
+    assert shades.shape == (17, 17) and mosaic(images, 4, 2).shape == (9, 17)
+    cells = {
+        (i, j): shades[1 + 4 * i : 4 + 4 * i, 1 + 4 * j : 4 + 4 * j] for i, j in itertools.product(range(4), repeat=2)
+    }
+    assert cells[0, 0].tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
+    assert cells[0, 1].tolist() == [[0, 0, 0], [0, 0.5, 0], [0, 0, 0]]
+    assert (cells[1, 0] == 1).all() and cells[1, 1].mask.all()
+    assert shades.mask[::4].all() and shades.mask[:, ::4].all()
+    assert shades.count() == 5 * 9
+
+
+def test_heat_maps_lines_of_images_and_texts() -> None:
+    cells = np.ma.masked_equal(np.arange(200).reshape(100, 2), 3)
+    (axis,) = heat_maps({"x": cells}, 5).axes
+    assert axis.images[0].get_array().shape == (64, 2) and axis.images[0].get_array().mask.sum() == 1
+    (axis,) = image_lines(np.zeros((2, 3, 4, 4), np.uint8), {"given": 0, "kept": 1}).axes
+    assert axis.images[0].get_array().shape == (11, 16) and list(axis.get_xticks()) == [2.5, 7.5]
+    (axis,) = texts({"x": ["a $5$ note", *"bcdefgh"]}).axes
+    assert axis.texts[0].get_text().split("\n\n") == [r"a \$5\$ note", *"bcdef"]

@@ -1,0 +1,94 @@
+"""Helpers of the oracles: a training step at given rows, masks and times, its gradients, and the network's results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from enumeration import Enumeration
+from torch import Tensor, nn
+
+from emoe.methods.base import Method
+from emoe.methods.masked import MaskedDiffusion
+from emoe.rng import Rng
+from emoe.types import Features, Loss, Noised
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers that are the same in every precision, but for rounding."""
+    return torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+
+
+def masks(method: Method, n: int) -> Tensor:
+    """The rows from which a sampler starts."""
+    return torch.full((n, method.space.length), method.space.mask_id)
+
+
+def batch_of(method: MaskedDiffusion, rows: int = 12, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Clean rows, noisy rows and times that mix all mask patterns."""
+    exact = Enumeration(method)
+    x0 = exact.clean[torch.arange(rows) % len(exact.clean)]
+    pattern = exact.patterns[(torch.arange(rows) * 5 + 1) % len(exact.patterns)]
+    return x0, torch.where(pattern, exact.mask_id, x0), torch.linspace(0.1, 1, rows, dtype=dtype)
+
+
+def ramp_of(method: Method, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Ramps at step 3 of 10."""
+    return {name: torch.tensor(ramp(3, 10), dtype=dtype) for name, ramp in method.ramps.items()}
+
+
+def noised(method: MaskedDiffusion, x0: Tensor, xt: Tensor, t: Tensor) -> Noised:
+    """Lines 3-4 of Algo. 1 with these rows and times, weighted as in training."""
+    return Noised(x0, xt, t, xt == method.space.mask_id, method.config.schedule.elbo_weight(t))
+
+
+def loss_at(method: MaskedDiffusion, x0: Tensor, xt: Tensor, t: Tensor, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    """The training loss of these rows, masks and times."""
+    method.noise = lambda *_: noised(method, x0, xt, t)
+    try:
+        return method(x0, ramp, rng)
+    finally:
+        del method.noise
+
+
+def gradients(module: nn.Module, value: Tensor) -> dict[str, Tensor | None]:
+    """Gradient of a number in every parameter, None where it is not reached."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(value, parameters, allow_unused=True, retain_graph=True), strict=True))
+
+
+def flat(gradient: Mapping[str, Tensor | None], module: nn.Module) -> Tensor:
+    """Gradients as one vector, zero where there are none."""
+    return torch.cat(
+        [
+            torch.zeros_like(p).flatten() if gradient[n] is None else gradient[n].flatten()
+            for n, p in module.named_parameters()
+        ]
+    )
+
+
+def assert_gradients(
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], atol: float, rtol: float = 0.0
+) -> None:
+    """Equal within `atol` and, in proportion to the largest entry of each parameter's gradient, `rtol`."""
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        got = actual[name]
+        want, got = (torch.zeros(()) if one is None else one for one in (want, got))
+        assert (got - want).abs().max() <= atol + rtol * want.abs().max(), name
+
+
+@contextmanager
+def recorded(method: MaskedDiffusion) -> Iterator[list[Features]]:
+    """The results of the network's calls, in order."""
+    calls: list[Features] = []
+    handle = method.backbone.register_forward_hook(lambda module, inputs, out: calls.append(out))
+    try:
+        yield calls
+    finally:
+        handle.remove()

@@ -1,0 +1,118 @@
+"""The terminal: progress that breaks no run, with and without a terminal or rich, and plain tables."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import sys
+
+import pytest
+import torch
+
+from emoe import console
+from emoe.console import Progress, meter, plain_table, tick_calls
+
+
+def test_plain_lines_when_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, now = io.StringIO(), [50.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with Progress(10_000, start=1000, label="train", stream=stream) as progress:
+        progress.log(1000)
+        now[0] += 10
+        progress.update(1010)
+        progress.log(1020, "x")
+        progress.note("saved")
+        now[0] += 10
+        progress.log(10_000)
+    assert stream.getvalue().splitlines() == [
+        "train: step 1000/10000 (10.0%), ? steps/s, ETA ?",
+        "train: step 1020/10000 (10.2%), 2.00 steps/s, ETA 1:14:50 | x",
+        "train: saved",
+        "train: step 10000/10000 (100.0%), 450.00 steps/s, ETA 0:00:00",
+    ]
+
+
+def test_quiet_and_lost_streams_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(3, quiet=True) as progress:
+        progress.log(1, "loss 1")
+        progress.note("hello")
+    closed = io.StringIO()
+    with Progress(3, stream=closed) as progress:
+        closed.close()
+        progress.log(1)
+    assert capsys.readouterr() == ("", "")
+
+
+def on_terminal(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a terminal receives from a run that ends with an error."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    master, slave = pty.openpty()
+    with open(slave, "w") as stream:
+        with pytest.raises(KeyError), Progress(10, start=2, label="train", stream=stream) as progress:
+            progress.update(3)
+            progress.log(5, text)
+            progress.note("[bold]saved")
+            raise KeyError
+        stream.flush()
+        received = b""
+        while select.select([master], [], [], 0.3)[0]:  # the kernel delivers it in pieces
+            received += os.read(master, 1 << 16)
+    os.close(master)
+    return received.decode()
+
+
+def test_a_bar_on_a_terminal_is_taken_down_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    received = on_terminal("loss [1.5]", monkeypatch)
+    assert "5/10" in received and "loss [1.5]" in received and "ETA" in received and "[bold]saved" in received
+    assert received.rindex("\x1b[?25h") > received.rindex("\x1b[?25l")  # the cursor is back
+    assert sys.stderr is not None and not type(sys.stderr).__module__.startswith("rich")
+
+
+def test_plain_lines_on_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    received = on_terminal("loss 1.5", monkeypatch)
+    assert "\x1b" not in received and "train: step 5/10 (50.0%)" in received
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("patience", "shown"), [(0.0, True), (1e9, False)])
+def test_a_bar_may_wait(patience: float, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with meter(2, "label", patience=patience) as tick:
+        tick(1, "")
+        tick(1, "")
+    assert ("label" in stream.getvalue()) == shown
+
+
+def test_calls_of_a_network_are_lines_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = torch.nn.Linear(1, 1)
+    for seconds, lines in ((3.0, 0), (0.0, 3)):
+        monkeypatch.setattr(console, "LINE_SECONDS", seconds)
+        with meter(3, "drawing", patience=9.0) as tick, tick_calls(network, tick):
+            for _ in range(3):
+                network(torch.zeros(1))
+        network(torch.zeros(1))  # not counted any more
+        shown = capsys.readouterr().err.splitlines()
+        assert len(shown) == lines and all(line.startswith("drawing: step ") for line in shown)
+
+
+def test_a_plain_table() -> None:
+    text = plain_table(["name", "value"], [["a\nb", "1.5"], ["long name", "10"]], title="Title")
+    assert text == "Title\nname       value\n---------  -----\na b          1.5\nlong name     10\n"
