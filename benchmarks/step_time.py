@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-from emoe.engine.trainer import set_arithmetic
 
 from emoe.engine.arithmetic import arithmetic
 from emoe.engine.stepper import WARMUP_STEPS, Stepper
