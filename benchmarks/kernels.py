@@ -47,18 +47,18 @@ def norm(batch: int, channels: int, side: int) -> dict[str, tuple[Callable[[], A
 
     shape = batch, channels, side, side
     x, dy = (torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last) for _ in "xy")
-    x, film = x.requires_grad_(), torch.randn(batch, 2 * channels, device="cuda").bfloat16().requires_grad_()
+    x, modulation = x.requires_grad_(), torch.randn(batch, 2 * channels, device="cuda").bfloat16().requires_grad_()
     gamma, beta = (torch.randn(channels, device="cuda").requires_grad_() for _ in range(2))
 
     def plain() -> Tensor:
-        scale, shift = film[..., None, None].chunk(2, 1)
+        scale, shift = modulation[..., None, None].chunk(2, 1)
         return nnf.silu((1 + scale) * nnf.group_norm(x, GROUPS, gamma.bfloat16(), beta.bfloat16()) + shift)
 
     def fused() -> Tensor:
-        return kernel.norm_silu(x, gamma, beta, GROUPS, film)
+        return kernel.norm_silu(x, gamma, beta, GROUPS, modulation)
 
     def both(call: Callable[[], Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(call(), (x, gamma, beta, film), dy)
+        return lambda: torch.autograd.grad(call(), (x, gamma, beta, modulation), dy)
 
     return {"forward": (plain, fused), "and gradients": (both(plain), both(fused))}
 

@@ -126,9 +126,9 @@ def kernels_of(step: Callable[[int], None], first: int, count: int = 5) -> str:
         for number in range(count):
             step(first + number)
         torch.cuda.synchronize()
-    found = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
-    lines = [f"{sum(kernel.device_time_total for kernel in found) / count:10.1f} us in all"]
-    for kernel in found:
+    ordered = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    lines = [f"{sum(kernel.device_time_total for kernel in ordered) / count:10.1f} us in all"]
+    for kernel in ordered:
         each = kernel.device_time_total / kernel.count
         lines.append(
             f"{kernel.device_time_total / count:10.1f}{kernel.count / count:8.1f}{each:10.2f}  {kernel.key[:110]}"

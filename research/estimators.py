@@ -198,24 +198,24 @@ def router_mask(model: EMoE) -> Bool[Tensor, " N"]:
 
 def gradient_rows(state: str, model: EMoE, tick: Tick) -> list[Row]:
     """All measures of all estimators, over the cells: root mean square of sizes, mean of cosines."""
-    places, routers, rows = cells(model.space.mask_id), router_mask(model), list[Row]()
-    wanted = [likelihood_gradient(model, cell)[routers] for cell in places if cell.t == 1]
+    cases, routers, rows = cells(model.space.mask_id), router_mask(model), list[Row]()
+    wanted = [likelihood_gradient(model, cell)[routers] for cell in cases if cell.t == 1]
     for name, (compare, tau) in ESTIMATORS.items():
         method = with_estimator(model, compare)
         parameters, each = list(method.parameters()), max(CALLS, DRAWS // (compare.draws if compare else 1))
-        found: dict[str, list[Quality]] = {"routers": [], "others": []}
+        qualities: dict[str, list[Quality]] = {"routers": [], "others": []}
         cosines = []
-        for number, cell in enumerate(places):
+        for number, cell in enumerate(cases):
             rng = Rng(derive_seed(SEED, name, number))
             losses = (row_losses(method, cell, tau, each, rng.at(group)).mean() for group in range(GROUPS))
             drawn = torch.stack([flat_gradient(loss, parameters) for loss in losses])
             exact = claimed_gradients(method, cell, parameters, seed=number)
             for part, own in (("routers", routers), ("others", ~routers)):
-                found[part].append(quality(drawn[:, own], exact[:, own], each))
+                qualities[part].append(quality(drawn[:, own], exact[:, own], each))
             if cell.t == 1:
                 cosines.append(cosine(drawn.mean(0)[routers], wanted[len(cosines)]))
-        calls = GROUPS * each * len(places)
-        for part, several in found.items():
+        calls = GROUPS * each * len(cases)
+        for part, several in qualities.items():
             std = rms(one.std for one in several)
             bias, error = rms(one.bias for one in several), rms(one.error for one in several)
             values = {"bias": bias, "cosine": fmean(one.cosine for one in several), "std": std}

@@ -59,19 +59,6 @@ def test_estimators(load, tmp_path: Path, monkeypatch) -> None:
     assert nll.value == pytest.approx(exact_nll(chain_law(model, 1), x0).mean().item(), abs=1e-9)
 
 
-def test_measures_of_gradients_with_a_known_law(load) -> None:
-    """g ~ N(mean, s^2 I) in 50 dimensions: bias, cosine, spread and size follow by hand."""
-    groups, each, scale, dims = 400, 25, 3.0, 50
-    exact, mean = torch.zeros(dims).double(), torch.zeros(dims).double()
-    exact[0], mean[0], mean[1] = 2.0, 1.0, 1.0
-    noise = torch.randn((groups, dims), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = load("estimators").quality(mean + scale / math.sqrt(each) * noise, exact[None], each)
-    left = scale * math.sqrt(dims / (groups * each))  # |mean of all draws - mean|
-    wanted = math.hypot(math.sqrt(2), left) / 2, left / 2, 1 / math.hypot(math.sqrt(2), left)
-    assert (found.bias, found.error, found.cosine) == pytest.approx(wanted, rel=0.05)
-    assert (found.std, found.size) == pytest.approx((scale * math.sqrt(dims) / 2, math.sqrt(2) / 2), rel=0.05)
-
-
 def test_information(load, tmp_path: Path, capsys) -> None:
     study = load("information")
     small = {"train.steps": "4", "train.batch": "4", "backbone.width": "8", "backbone.hidden": "8"}

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -72,23 +71,13 @@ def test_the_study_gives_the_recorded_rows(finished: Path, recorded, untouched) 
     untouched(finished, lambda: study(finished, "mdlm", "vadd", "emoe"))
 
 
-def test_figures_and_the_animation(finished: Path, tmp_path: Path) -> None:
+def test_figures_and_the_animation(finished: Path) -> None:
     figures = finished / "results/figures"
     assert {path.name for path in figures.iterdir()} == {
         f"digits-{name}" for name in ("samples.png", "curves.png", "film.gif")
     }
     with Image.open(figures / "digits-film.gif") as film:
         assert film.n_frames == images.ANIMATION_STEPS + 1
-    # A run that is copied here later enters the figure of samples.
-    shutil.copytree(finished, tmp_path / "here")
-    picture = tmp_path / "here/results/figures/digits-samples.png"
-    (moved,) = (tmp_path / "here/runs/pools").glob("digits-vadd-*")
-    shutil.move(moved, tmp_path / moved.name)
-    assert study(tmp_path / "here", "mdlm", only="draw") == 0
-    without = np.asarray(Image.open(picture)).shape
-    shutil.copy(tmp_path / moved.name, moved)
-    assert study(tmp_path / "here", "mdlm", only="draw") == 0
-    assert np.asarray(Image.open(picture)).shape[0] > without[0]
 
 
 def test_parts_alone_and_without_time(tmp_path: Path, capsys) -> None:

@@ -16,7 +16,7 @@ from emoe.reporting import ties
 from emoe.reporting.results import Results
 from emoe.runs.train import load_run
 from emoe.studies import held_out, likelihood, scaling
-from emoe.studies.course import course, routing_at_end
+from emoe.studies.course import routing_at_end
 
 
 def places(folder: Path, **fields: Any) -> dict[str, Any]:
@@ -118,18 +118,3 @@ def test_the_routing_at_the_end_of_training() -> None:
     assert found["usage_entropy/block2"].value == pytest.approx(math.log(4))
     assert (found["dead_experts"].value, found["dead_experts"].n) == (2, 8) and "effective_draws" not in found
     assert routing_at_end([{"step": 1, "loss": 3.0}]) == [] == routing_at_end([])
-
-
-def test_the_course_of_training() -> None:
-    records = [
-        {"step": step, "loss": 3.0, "recon": 2.0 + step, "kl": 1.0, "route_kl/block1": 0.25, "post_entropy/block1": 0.5,
-         "prior_entropy/block1": 0.75, "route_kl_at/block1": [0.1, 0.4],
-         "usage/block1": [1.0, 0.0] if step % 2 else [0.0, 1.0], "lr": 0.1}
-        for step in range(1, 41)
-    ]  # fmt: skip
-    found = course(records)
-    assert sorted({step for step, _ in found}) == list(range(2, 41, 2))
-    assert {item.metric: item.value for step, item in found if step == 40} == {
-        "train_loss": 3.0, "train_recon": 41.5, "train_kl": 1.0, "route_kl/block1": 0.25, "routing_entropy/block1": 0.5,
-        "prior_entropy/block1": 0.75, "usage_entropy/block1": pytest.approx(math.log(2)),
-    }  # fmt: skip

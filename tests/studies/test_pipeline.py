@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,8 @@ from emoe.domains.base import DataError
 from emoe.recipes import get_recipe
 from emoe.reporting.results import Results
 from emoe.runs.train import load_run
-from emoe.studies import demo, held_out, images, likelihood, scaling, text, toy
-from emoe.studies.pipeline import Interrupted, Study, write_figure, write_page
+from emoe.studies import demo, held_out, images, likelihood, pipeline, scaling, text, toy
+from emoe.studies.pipeline import Interrupted, Study
 from emoe.studies.pools import Archive, PoolKey, digest
 from emoe.studies.stages import Stage, pool_stage, run_name, steps_done, time_stage
 
@@ -60,34 +57,20 @@ def test_the_toy_study_gives_the_recorded_rows(tmp_path: Path, tiny, recorded, u
     untouched(tmp_path, lambda: studies.run("toy", given))
 
 
-KILLED = """
-import os, sys
-from emoe import studies
-from emoe.studies import pipeline, toy
-from pathlib import Path
+def test_a_killed_study_continues_with_the_same_command(tmp_path: Path, tiny, monkeypatch) -> None:
+    """Killed before the fourth stage is recorded; finished by two jobs."""
+    record, calls = pipeline.record, iter(range(3))
 
-left, record = int(sys.argv[2]), pipeline.record
-def record_and_die(*given):
-    global left
-    left -= 1
-    record(*given)
-    if not left:
-        os._exit(137)
-pipeline.record = record_and_die
-folder = Path(sys.argv[1])
-studies.run("toy", toy.Options(
-    runs=folder / "runs", results=folder / "results", device="cpu", quiet=True, jobs=1, seeds=(0,),
-    densities=("8-modes",), methods=("mdlm", "emoe"), settings=eval(sys.argv[3]),
-))
-"""
+    def record_three(*given: Any) -> Results:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return record(*given)
 
-
-def test_a_killed_study_continues_with_the_same_command(tmp_path: Path, tiny) -> None:
-    """Killed after the third record; finished by two jobs."""
-    words = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), "3", str({**tiny, **SMALL})]
-    assert subprocess.run(words).returncode == 137
-    results = Results.load(tmp_path / "killed/results/toy.json")
-    assert len({(row.method, row.nfe) for row in results.rows}) == 3
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "record", record_three)
+        studies.run("toy", options(tmp_path / "killed", tiny))
+    rows = Results.load(tmp_path / "killed/results/toy.json").rows
+    assert len({(row.method, row.nfe) for row in rows}) == 3
     assert studies.run("toy", options(tmp_path / "killed", tiny, jobs=2)) == 0
     assert studies.run("toy", options(tmp_path / "whole", tiny)) == 0
     assert values(tmp_path / "killed") == values(tmp_path / "whole")
@@ -147,18 +130,6 @@ def test_failures_are_reported_and_stop_nothing(tmp_path: Path, tiny, capsys) ->
     assert "emoe reproduce toy: same failed: step 2" in said and "same, bad [1/3] failed: no room" in said
     rows = Results.load(tmp_path / "results/toy.json").select(metric="validity", nfe=1)
     assert sorted(row.seed for row in rows) == [1, 7] and len({run_name(one) for one in experiments}) == 3
-
-
-def test_time_that_was_spent_in_parts_is_added_up(tmp_path: Path, tiny) -> None:
-    study = Study(options(tmp_path, tiny), [get_recipe("demo-mdlm")], lambda run: [], lambda runs: [], lambda *_: [])
-    (run,) = study.runs
-    assert time_stage(run).done(Results())
-    run.path.mkdir(parents=True)
-    parts = '{"from": 0, "to": 6, "seconds": 3.0}\n{"from": 6, "to": 10, "seconds": 1.0}\n'
-    (run.path / "times.jsonl").write_text(parts)
-    assert [(row.metric, row.value, row.n) for row in time_stage(run).run()] == [
-        ("train_s", 4.0, 10), ("step_ms", 400.0, 10)
-    ]  # fmt: skip
 
 
 def test_the_demo_writes_its_report(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -238,17 +209,3 @@ def test_archives_of_pools(tmp_path: Path) -> None:
         Archive.open(tmp_path / "a.npz")
     array = np.arange(6, dtype=np.uint16).reshape(2, 3)
     assert digest(array) == digest(array.copy()) != digest(array.reshape(3, 2)) != digest(array.astype(np.int32))
-
-
-def test_files_are_written_when_they_are_out_of_date(tmp_path: Path) -> None:
-    page, figure, made = tmp_path / "a.md", tmp_path / "a.png", []
-    assert write_page(page, "a") == [page] and write_page(page, "a") == [] and write_page(page, "b") == [page]
-
-    def make(path: Path) -> None:
-        made.append(path)
-        path.touch()
-
-    for sources, changed in (([], True), ([page], False), ([tmp_path / "none"], False)):
-        assert bool(write_figure(figure, sources, make)) is changed
-    os.utime(page, ns=(figure.stat().st_mtime_ns + 10**9,) * 2)
-    assert write_figure(figure, [page], make) and write_figure(figure, [], make, anew=True) and len(made) == 3

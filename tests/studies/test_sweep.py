@@ -11,9 +11,7 @@ import pytest
 
 from emoe import studies
 from emoe.config import ConfigError
-from emoe.evaluation.measure import exact_rows
 from emoe.reporting.results import Results
-from emoe.runs.train import load_run
 from emoe.studies import sweep
 
 SMALL = {"train.steps": "4", "train.batch": "8", "domain.points": "60"}
@@ -99,12 +97,6 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, tiny, untouched, capsys) -> Non
     assert first[2] == f"{gap.mean():+.4f}\N{NO-BREAK SPACE}±{error:.4f}".replace("-", "\N{MINUS SIGN}")
     assert second[2] == "—" and "overlap, NFE 2" in page and "emoe sweep demo-mdlm --name s --vary" in page
     assert "optim.lr=1e-2" in said and "minus base" in said
-    for row in results.select(metric="kl", nfe=2):  # the exact law, free of sampling noise
-        if row.seed == 1 and row.data == "8-modes" and "lr=" not in str(row.recipe):
-            folder = next((tmp_path / "s/runs").glob("demo-mdlm-seed1-*"))
-            run = load_run(folder, device="cpu")
-            found = {(one.metric, one.data): one for one in exact_rows(run.method, run.domain, run.experiment, [2])}
-            assert ("kl", run.domain.name) in found
     untouched(tmp_path, lambda: studies.run("sweep", given))
     lost = next((tmp_path / "s/runs").glob("demo-mdlm-seed2-*"))
     shutil.rmtree(lost)
@@ -124,17 +116,3 @@ def test_failures_are_results_unless_all_fail(tmp_path: Path, tiny, capsys) -> N
     assert [line.split(" | ")[-1] for line in page if line.startswith("| ")][1:] == ["1/1 |", "1/1 |", "0/1 |", "0/1 |"]
     every = options(tmp_path / "all", tiny, settings={"optim.lr": "1e30", "train.steps": "25"})
     assert studies.run("sweep", every) == 1 and "nothing is measured yet" in capsys.readouterr().out
-
-
-def test_data_of_ones_own(tmp_path: Path, tiny) -> None:
-    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(4, size=(100, 3)))
-    settings = {name: text for name, text in (tiny | SMALL).items() if name != "domain.points"}
-    settings |= {"domain.path": str(tmp_path / "rows.npy"), "eval.samples": "30"}
-    fields = {"recipe": "rows-emoe", "name": "s", "out": tmp_path / "s", "device": "cpu", "jobs": 1, "quiet": True}
-    metric = ("pair_overlap", "coordination_gain")
-    given = sweep.Options(**fields, vary=("method.experts=2,4",), metric=metric, nfe=(2,), settings=settings)
-    assert studies.run("sweep", given) == 0
-    rows = Results.load(tmp_path / "s/results.json")
-    assert len(rows.select(metric="pair_overlap", nfe=2)) == len(rows.select(metric="coordination_gain")) == 3
-    with pytest.raises(ConfigError, match="rows has no 'kl'"):
-        studies.run("sweep", sweep.Options(**fields, settings=settings))

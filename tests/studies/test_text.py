@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import sys
 import types
@@ -203,41 +202,6 @@ def test_other_pools_and_another_lm_are_scored_anew(
     assert len(last.select(method="judge", metric="ppl")) == 2
 
 
-def test_of_two_pools_of_one_recipe_the_youngest_counts(finished: Path, sets: Path, tmp_path: Path) -> None:
-    """A recipe that was changed leaves a pool behind, whose folder has another name and whose rows have the same."""
-    shutil.copytree(finished, tmp_path / "copy")
-    page = tmp_path / "copy/results/text-tiny-samples.md"
-    before, pool = page.read_text(), tmp_path / "copy/runs/pools" / f"{run_of(finished, 'mdlm').name}.npz"
-    other = dataclasses.replace(Archive.open(pool), path=pool.with_name("text-tiny-mdlm-seed0-00000000.npz"))
-    other.manifest["pools"]["nfe1"]["shown"] = ["another"]
-    other.save()
-    for age, same in ((-60, True), (60, False)):
-        os.utime(other.path, (pool.stat().st_mtime + age,) * 2)
-        assert study(tmp_path / "copy", only="draw", **where(sets)) == 0
-        assert (page.read_text() == before) is same and page.read_text().count("**MDLM**") == before.count("**MDLM**")
-
-
-def test_a_killed_study_continues_between_scores(sets: Path, tmp_path: Path, results: Results, monkeypatch) -> None:
-    """Killed after a pool, then after its score was stored and before it was recorded."""
-    record, left = pipeline.record, [0]
-
-    def record_some(*given: Any) -> Results:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return record(*given)
-
-    monkeypatch.setattr(pipeline, "record", record_some)
-    for count in (9, 4):  # the latter: one more pool, references, held-out rows, a score
-        left[0] = count
-        with pytest.raises(KeyboardInterrupt):
-            study(tmp_path, "mdlm", **where(sets))
-    left[0] = 100
-    assert study(tmp_path, "mdlm", **where(sets)) == 0
-    wanted = values(results.only(method=("mdlm", "judge", "data")))
-    assert values(Results.load(tmp_path / "results/text-tiny.json")) == wanted
-
-
 # --- The evaluation LM
 
 
@@ -302,14 +266,6 @@ def test_the_lm_stops_early_keeps_its_best_step_and_resumes(sets: Path, tmp_path
     assert not run.finished
     with pytest.raises(DataError, match="is not whole; remove it and"):
         run.train(lm_text(sets), stop, None, quiet=True)
-
-
-def test_without_time_the_lm_is_not_trained_and_nothing_is_scored(
-    finished: Path, sets: Path, tmp_path: Path, capsys
-) -> None:
-    shutil.copytree(finished / "runs/pools", tmp_path / "runs/pools")
-    assert study(tmp_path, "mdlm", budget=0, **where(sets)) == 0
-    assert "2 runs not trained, 10 measurements not made: the budget is used up" in capsys.readouterr().err
 
 
 # --- What is refused

@@ -60,7 +60,7 @@ def labelled_experiments(options: Options) -> dict[Experiment, str]:
     Lengths that a family cannot cut into groups are left out; fields of a variant win over `settings`.
     """
     settings = {name.replace("_", "-"): text for name, text in options.settings.items()}
-    found, refused = list[tuple[tuple[bool, int], Experiment, str]](), list[str]()
+    runs, refused = list[tuple[tuple[bool, int], Experiment, str]](), list[str]()
     tasks = itertools.product(options.lengths, options.seeds, options.families, options.variants)
     for length, seed, family, variant in tasks:
         depth = options.depth or ties.default_depth(length)
@@ -74,10 +74,10 @@ def labelled_experiments(options: Options) -> dict[Experiment, str]:
             refused += error.problems
         else:
             order = variant not in DEFAULT_VARIANTS, -length
-            found.append((order, one, f"{variant}, {family}-L{length}, seed {seed}"))
-    if not found:
+            runs.append((order, one, f"{variant}, {family}-L{length}, seed {seed}"))
+    if not runs:
         raise ConfigError(list(dict.fromkeys(refused)))
-    return {one: label for _, one, label in sorted(found, key=lambda item: item[0])}
+    return {one: label for _, one, label in sorted(runs, key=lambda item: item[0])}
 
 
 def _stages(trained: Trained) -> list[Stage]:

@@ -32,7 +32,7 @@ EXACT = ("validity", "overlap", "nll", "kl")  # of a toy model's law, without sa
 GAIN = "coordination_gain"  # from bound@1: it has no NFE
 NOTE = (
     "Mean ± standard error over tasks and seeds. `minus base` is the mean difference to the base on the same task and "
-    "seed, the number to judge a change by."
+    "seed: compare trials by this number."
 )
 Settings = dict[str, str]
 Trials = dict[str, list[Experiment]]  # label -> an experiment for each task and seed
@@ -84,25 +84,27 @@ def make_trials(options: Options) -> Trials:
     seeds: list[Settings] = [{}] if options.seeds is None else [{"seed": str(seed)} for seed in options.seeds]
     changes = [{}, *grid([parse_values("vary", text) for text in options.vary]), *map(parse_trial, options.also)]
     recipe, common = get_recipe(options.recipe), normal(options.settings)
-    trials, problems, contents = Trials(), list[str](), dict[str, str]()  # contents by name
+    trials, problems, names, contents = Trials(), list[str](), set[str](), set[str]()
     for change in changes:
         label = as_text(change) or "base"
         for name, other in itertools.product(change, tasks[0]):
             if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
                 problems.append(f"trial {label}: {name} is set by --on; a trial cannot change it too")
         try:
-            places = itertools.product(tasks, seeds)
-            trial = [customise(recipe, layered(common, change, task, seed)) for task, seed in places]
+            pairs = itertools.product(tasks, seeds)
+            trial = [customise(recipe, layered(common, change, task, seed)) for task, seed in pairs]
         except ConfigError as error:
             if not change:
                 raise
             problems += [f"trial {label}: {line}" for line in error.problems]
             continue
         content = json.dumps([to_dict(dataclasses.replace(one, name="")) for one in trial], sort_keys=True)
-        if contents.setdefault(trial[0].name, content) != content:
+        if content not in contents and trial[0].name in names:
             problems.append(f"trial {label}: changes nothing that is trained; leave it out")
-        elif list(contents.values()).count(content) == 1 and trial not in trials.values():
+        elif content not in contents:
             trials[label] = trial
+        contents.add(content)
+        names.add(trial[0].name)
     if problems:
         raise ConfigError(problems[:20])
     return trials
@@ -126,19 +128,19 @@ def normal(settings: Mapping[str, str]) -> Settings:
 def parse_values(option: str, text: str) -> tuple[str, list[str]]:
     """`FIELD=A,B` or, for values that hold commas, `FIELD=A|B`."""
     field, equals, values = text.partition("=")
-    found = [value.strip() for value in values.split("|" if "|" in values else ",") if value.strip()]
-    if not equals or not field.strip() or not found:
+    parts = [value.strip() for value in values.split("|" if "|" in values else ",") if value.strip()]
+    if not equals or not field.strip() or not parts:
         raise ConfigError([f"{option}: expected FIELD=VALUE,VALUE,... got {text!r}"])
     (name,) = normal({field.strip(): ""})
     if name in ("seed", "name"):
         raise ConfigError([f"{option}: {name} cannot be varied; " + ("use --seeds" if name == "seed" else "leave it")])
-    return name, list(dict.fromkeys(found))
+    return name, list(dict.fromkeys(parts))
 
 
 def parse_trial(text: str) -> Settings:
     """`FIELD=A FIELD=B`: a setting begins where FIELD= follows a space, so values may hold spaces and commas."""
-    parts = (parse_values("also", f"{part}|") for part in re.split(r"\s+(?=[\w.-]+=)", text.strip()))
-    return {name: values[0] for name, values in parts}
+    pairs = (parse_values("also", f"{part}|") for part in re.split(r"\s+(?=[\w.-]+=)", text.strip()))
+    return {name: values[0] for name, values in pairs}
 
 
 def grid(options: Sequence[tuple[str, list[str]]]) -> list[Settings]:
@@ -219,8 +221,8 @@ class Column(NamedTuple):
     def values(self, results: Results, trial: Sequence[Experiment]) -> dict[int, float]:
         """The numbers of the runs of a trial that have one, by their position."""
         same = {"metric": self.metric, "nfe": self.nfe}
-        rows = [results.select(recipe=one.name, seed=one.seed, **same) for one in trial]
-        return {position: float(found[0].value) for position, found in enumerate(rows) if found}
+        groups = [results.select(recipe=one.name, seed=one.seed, **same) for one in trial]
+        return {position: float(rows[0].value) for position, rows in enumerate(groups) if rows}
 
     def cell(self, results: Results, trial: Sequence[Experiment]) -> str:
         """Mean and standard error over tasks and seeds."""
@@ -229,5 +231,6 @@ class Column(NamedTuple):
     def rank(self, results: Results, trial: Sequence[Experiment]) -> tuple[bool, float]:
         """Sorts trials: those that lack a run last, the others by their mean where a direction is better."""
         values = self.values(results, trial)
-        sign = {"high": -1.0, "low": 1.0}.get(measure(self.metric).better or "", 0.0)
+        better = "low" if self.metric == "nll" else measure(self.metric).better
+        sign = {"high": -1.0, "low": 1.0}.get(better or "", 0.0)
         return len(values) < len(trial), sign * math.fsum(values.values()) / max(1, len(values))

@@ -16,7 +16,6 @@ from torch import Tensor
 from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
 from emoe.domains.text.data import Text, TextConfig
-from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.engine.fit import TrainConfig
 from emoe.evaluation.eval_lm import EvalLM, HuggingFaceLM, RunLM, fill, import_extra, open_eval_lm
 from emoe.evaluation.gen_ppl import SETTINGS, Scores, Setting, counted_tokens, score, score_tokens
@@ -27,32 +26,16 @@ from emoe.methods.base import MethodConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.rng import Rng
 from emoe.runs.run import Run
-from emoe.runs.sampling import count_calls
 from emoe.runs.train import train
 from emoe.types import Likelihood
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", "."]
 END = "<|endoftext|>"
 A, B, C = range(3)
 
 
-def make_set(root: Path, words: list[str]) -> Text:
-    """A prepared set of rows of 8 tokens."""
-    pytest.importorskip("tokenizers")
-    root.mkdir(exist_ok=True)
-    (root / "vocab.txt").write_text("\n".join(words) + "\n")
-    draw = np.random.default_rng(0)
-    for name, count in (("train", 60), ("test", 40)):
-        lines = (" ".join(draw.choice([*"abcdefgh", "."], 9)) for _ in range(count))
-        (root / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    files = [root / "train.txt", root / "test.txt"]
-    path = prepare(root / "set", root / "vocab.txt", files, config=PrepareConfig(length=8, jobs=1)).path
-    return TextConfig(path=str(path)).build(0)
-
-
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Text:
-    return make_set(tmp_path_factory.mktemp("text") / "a", WORDS)
+def text(sets: Path) -> Text:
+    return TextConfig(path=str(sets / "set")).build(0)
 
 
 # --- Settings
@@ -133,19 +116,6 @@ def test_the_standard_error_is_that_of_other_draws():
     assert Scores(nll[0, :1], counted[0, :1]).perplexity().stderr is None
 
 
-def test_settings_and_samples_that_are_refused(text):
-    with pytest.raises(ConfigError, match="setting: 'mine' is not known; allowed: paper, duo"):
-        score_tokens(Table(), [[A]], "mine")
-    with pytest.raises(ValueError, match="some samples still hold masks"):
-        score(Table(), text, torch.full((2, 8), 4))
-    with pytest.raises(ValueError, match="no samples"):
-        score(Table(), text, torch.zeros(0, 8, dtype=torch.long))
-    with pytest.raises(ValueError, match="no token of the samples counts"):
-        score_tokens(Table(end=C), [[A], [B]], "duo").perplexity()
-    with pytest.raises(ValueError, match="probability 0"):
-        Scores(torch.tensor([math.inf]).double(), torch.tensor([3])).perplexity()
-
-
 # --- Own runs
 
 
@@ -187,15 +157,6 @@ def test_a_run_scores_rows_as_the_sum_of_its_log_probabilities(text, run, monkey
     )
 
 
-def test_rows_are_read_once_for_all_settings(text, run):
-    lm, rows = RunLM(run), text.fresh(16, 0)
-    with count_calls(run.method.backbone) as count:
-        first = score(lm, text, rows, "paper")
-        score(lm, text, rows, "duo")
-        assert count.calls == 1
-        assert torch.allclose(score(lm, text, rows.flip(0), "paper").nll, first.nll.flip(0)) and count.calls == 2
-
-
 def test_a_run_folder(text, tmp_path):
     train(experiment(text, ARConfig()), tmp_path / "ar", device="cpu", callbacks=())
     lm, again = (open_eval_lm(tmp_path / "ar", device="cpu") for _ in range(2))
@@ -203,21 +164,21 @@ def test_a_run_folder(text, tmp_path):
     assert lm.sha256 == again.sha256 and (lm.dtype, lm.context) == ("float32", 8)
     assert [manifest[name] for name in ("kind", "name", "step", "trained_on")] == ["run", "ar", 2, "set"]
     # Hardly trained: about the uniform distribution over all words but the mask.
-    assert score(lm, text, text.fresh(20, 0)).perplexity().value == pytest.approx(len(WORDS) - 1, rel=0.1)
+    assert score(lm, text, text.fresh(20, 0)).perplexity().value == pytest.approx(text.space.size - 1, rel=0.1)
     with torch.no_grad():
         again.backbone.head.bias += 1e-3
     assert RunLM(again.run).sha256 != lm.sha256
 
 
-def test_runs_that_are_refused(text, run, tmp_path):
+def test_runs_that_are_refused(text, run, sets, tmp_path):
     mdlm = experiment(text, MDLMConfig())
     other = Run(Path("somewhere"), mdlm, mdlm.build_method(text.space), 0, domain=text)
     with pytest.raises(
         ConfigError, match="eval-lm: somewhere holds 'mdlm', which has no exact NLL; give a run of 'ar'"
     ):
         RunLM(other)
-    strange = make_set(tmp_path / "b", [*WORDS[:-2], ".", "h"])  # as many words
-    with pytest.raises(ConfigError, match="eval-lm: lm was trained with another tokenizer than that of set"):
+    strange = TextConfig(path=str(sets / "strange")).build(0)  # as many words
+    with pytest.raises(ConfigError, match="eval-lm: lm was trained with another tokenizer than that of strange"):
         score(RunLM(run), strange, strange.fresh(2, 0))
     with pytest.raises(
         ConfigError, match="nothing does not exist; give the folder of a run of 'ar' or of a Hugging Fac"
@@ -268,8 +229,8 @@ def test_nll_is_the_loss_of_transformers(gpt2):
 
 def test_rows_are_decoded_and_split_anew(gpt2, text):
     lm = HuggingFaceLM(gpt2, device="cpu")
-    rows = torch.tensor([[2, 5, 6, 2, 7, 8, 9, 13]])  # [CLS] a b [CLS] c d e.
-    assert "".join(lm.tokenizer.convert_ids_to_tokens(lm.encode(text, rows)[0])) == "[CLS]ab[CLS]cde."
+    rows = torch.tensor([[2, 5, 6, 2, 6, 5, 6, 14]])  # [CLS] the a [CLS] a the a.
+    assert "".join(lm.tokenizer.convert_ids_to_tokens(lm.encode(text, rows)[0])) == "[CLS]thea[CLS]athea."
     long = score(lm, text, torch.full((2, 8), 2))  # 40 tokens, in three windows
     assert long.counted.tolist() == [40, 40] and long.nll.isfinite().all()
     with torch.no_grad():
