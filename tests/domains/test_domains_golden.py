@@ -75,7 +75,7 @@ def ties(family: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for length, symbols, seed in ((2, 5, 0), (4, 3 if family != "permutations" else 4, 1), (16, 8, 2)):
         domain = TiesConfig(family=family, length=length, symbols=symbols, points=1_000).build(seed)
-        law = [domain.chance, domain.entropy(), domain.factorised_nll, *map(domain.ideal, (1, 2, 4, 16))]
+        law = [*map(domain.ideal, (1, 2, 4, 16))]
         found[f"{length}-{symbols}"] = of_domain(domain, noise(domain, 200)) | {"law": law}
     return found
 

@@ -6,7 +6,6 @@ Faults in a file are a `DataError`, faults in typed text a `ConfigError`; both n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.domains.base import DataError
+from emoe.domains import DataError
 from emoe.domains.rows.reading import Table, parse, read_csv, read_numpy
 from emoe.types import TokenSpace
 
@@ -30,49 +29,46 @@ def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
     `?`, an empty cell, NaN and -1 mark positions to fill in.
     """
     path, ending = Path(source), Path(source).suffix.lower()
-    fail: Callable[[str], Exception]
     if TYPED.fullmatch(source):
-        fail = lambda text: ConfigError([f"given: {source!r}: {text}"])  # noqa: E731
-        table = parse([source], fail, NO_TOKEN, HOLES)
-    elif ending not in (".npy", ".csv"):
+        try:
+            return _tokens(parse([source], NO_TOKEN, HOLES), space)
+        except DataError as error:
+            raise ConfigError([f"given: {source!r}: {error}"]) from None
+    if ending not in (".npy", ".csv"):
         raise ConfigError([f"given: {source!r} is neither a .npy or .csv file nor a row such as 12,?"])
-    elif not path.is_file():
+    if not path.is_file():
         raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; --given takes a file of rows")
-    else:
-        fail = lambda text: DataError(f"{path}: {text}")  # noqa: E731
-        table = read_numpy(path) if ending == ".npy" else read_csv(path, NO_TOKEN, HOLES)
-    return _tokens(table, space, fail)
+    try:
+        return _tokens(read_numpy(path) if ending == ".npy" else read_csv(path, NO_TOKEN, HOLES), space)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
-def _tokens(table: Table, space: TokenSpace, fail: Callable[[str], Exception]) -> Int[Tensor, "m L"]:
+def _tokens(table: Table, space: TokenSpace) -> Int[Tensor, "m L"]:
     x = table.values
     if not x.size:
-        raise fail("holds no rows; write tokens, and ? where one is wanted")
+        raise DataError("holds no rows; write tokens, and ? where one is wanted")
     if x.dtype.kind not in "biuf":
-        raise fail(f"holds values of type {x.dtype}; save whole numbers, -1 where a token is wanted")
+        raise DataError(f"holds values of type {x.dtype}; save whole numbers, -1 where a token is wanted")
     x = x[None] if x.ndim == 1 else x
     if x.ndim != 2 or x.shape[1] != space.length:
-        raise fail(f"has shape {x.shape}; rows of {space.length} tokens are needed")
+        raise DataError(f"has shape {x.shape}; rows of {space.length} tokens are needed")
     table = Table(x, table.lines)
-    x = x.astype(np.float64)
-    wanted = np.isnan(x) | (x == -1)
-    x = np.where(wanted, space.mask_id, x)
-    if (broken := x != np.floor(x)).any():
-        raise fail(f"{table.first(broken)}, not a whole number; write ? where a token is wanted")
-    if (strange := ((x < 0) | (x >= space.size) | (x == space.mask_id)) & ~wanted).any():
+    wanted = np.isnan(x := x.astype(np.float64)) | (x == -1)
+    if (broken := ~wanted & (x != np.floor(x))).any():
+        raise DataError(f"{table.first(broken)}, not a whole number; write ? where a token is wanted")
+    if (strange := ~wanted & ((x < 0) | (x >= space.size) | (x == space.mask_id))).any():
         top = f"0..{space.size - 2}" if space.mask_id == space.size - 1 else f"0..{space.size - 1} but {space.mask_id}"
-        raise fail(f"{table.first(strange)}, but tokens are {top}; write ? where one is wanted")
-    return torch.from_numpy(x.astype(np.int64))
+        raise DataError(f"{table.first(strange)}, but tokens are {top}; write ? where one is wanted")
+    return torch.from_numpy(np.where(wanted, space.mask_id, x).astype(np.int64))
 
 
 def read_positions(text: str, length: int) -> Bool[Tensor, " L"]:
     """Positions counted from 0, `0-9,20`, or none."""
     kept = torch.zeros(length, dtype=torch.bool)
-    if text == "none":
-        return kept
     if text == "all":
         raise ConfigError(["keep: all leaves nothing to fill in; name what is to stay"])
-    for part in text.split(","):
+    for part in text.split(",") if text != "none" else ():
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None:
             raise ConfigError([f"keep: {text!r} is not known; write positions such as 0-9,20, or none"])

@@ -6,18 +6,18 @@ import csv
 import itertools
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from emoe.domains.base import DataError
+from emoe.domains import DataError
 
 MOST_SYMBOLS = 65_535
 RENUMBER = "renumber them with np.unique(x, return_inverse=True)[1].reshape(x.shape)"
-ROWS_ALONE = "write the rows alone, without row names and with at most one header line"
+NO_NUMBER = "which is not a number; write the rows alone, without row names and with at most one header line"
 AS_INTEGERS = "np.save(path, x.astype(np.int64))"
 BROKEN = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
@@ -32,68 +32,71 @@ class Table(NamedTuple):
         """The first value marked in `wrong` (the shape of the values), with its position."""
         row, column = (int(i) for i in np.argwhere(wrong)[0])
         value = f"holds {self.values[row, column]}"
-        if self.lines is not None:
-            return f"line {self.lines[row]}, column {column + 1} {value}"
-        return f"row {row}, column {column} (counted from 0) {value}"
+        if self.lines is None:
+            return f"row {row}, column {column} (counted from 0) {value}"
+        return f"line {self.lines[row]}, column {column + 1} {value}"
 
 
-def read(path: Path, key: str | None = None) -> Table:
-    """Read a .npy, .npz or .csv file of rows; `key` names the array of an .npz file that holds several."""
+def read_symbols(path: Path, key: str | None = None) -> Int[np.ndarray, "N L"]:
+    """Rows of symbols 0..max, every one of which occurs, from a .npy, .npz (the array `key`) or .csv file."""
     if path == Path():
         raise DataError("domain.path: give the file to train on: --domain.path data.npy (.npy, .npz or .csv)")
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{path}: {what}; --domain.path takes a .npy, .npz or .csv file, one row per example")
     ending = path.suffix.lower()
-    if ending in (".npy", ".npz"):
-        return read_numpy(path, key)
-    if ending == ".csv":
-        return read_csv(path, f"which is not a number; {ROWS_ALONE}")
-    what = f"{ending} files" if ending else "a file without an ending"
-    raise DataError(f"{path}: cannot read {what}; save the rows as .npy, .npz or .csv")
+    try:
+        if ending not in (".npy", ".npz", ".csv"):
+            what = f"{ending} files" if ending else "a file without an ending"
+            raise DataError(f"cannot read {what}; save the rows as .npy, .npz or .csv")
+        table = read_csv(path, NO_NUMBER) if ending == ".csv" else read_numpy(path, key)
+        _check_shape(table.values)
+        _check_values(table)
+        _check_symbols(np.unique(table.values))
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    return table.values.astype(np.int64)
 
 
 def read_numpy(path: Path, key: str | None = None) -> Table:
-    """An array as it is, from a .npy or .npz file."""
+    """An array as it is, from a .npy or .npz file. Here and below, errors do not name the file."""
     try:
         with path.open("rb") as file:  # np.load would leave a damaged archive open
             loaded: Any = np.load(file, allow_pickle=False)
-            return Table(loaded if isinstance(loaded, np.ndarray) else loaded[_array_name(path, loaded.files, key)])
+            return Table(loaded if isinstance(loaded, np.ndarray) else loaded[_array_name(loaded.files, key)])
     except DataError:
         raise
     except BROKEN as error:
         if "pickle" in str(error):
             raise DataError(
-                f"{path}: holds pickled objects or is no NumPy file; pickles can run code and are not opened. "
+                "holds pickled objects or is no NumPy file; pickles can run code and are not opened. "
                 f"Save a plain array: {AS_INTEGERS}"
             ) from None
-        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); write it again") from None
+        raise DataError(f"cannot be read, damaged or cut off ({error}); write it again") from None
 
 
-def _array_name(path: Path, names: list[str], key: str | None) -> str:
-    if key is None and len(names) == 1:
-        return names[0]
+def _array_name(names: list[str], key: str | None) -> str:
     listed = ", ".join(names) or "none"
-    if key is None:
-        raise DataError(f"{path}: holds {len(names)} arrays ({listed}); choose one with --domain.key")
-    if key not in names:
-        raise DataError(f"{path}: has no array {key!r}; --domain.key can be: {listed}")
-    return key
+    if key is None and len(names) != 1:
+        raise DataError(f"holds {len(names)} arrays ({listed}); choose one with --domain.key")
+    if key is not None and key not in names:
+        raise DataError(f"has no array {key!r}; --domain.key can be: {listed}")
+    return names[0] if key is None else key
 
 
 def read_csv(path: Path, remedy: str, holes: Sequence[str] = ()) -> Table:
     """Numbers of a text file, see `parse`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return parse(file, lambda text: DataError(f"{path}: {text}"), remedy, holes)
+            return parse(file, remedy, holes)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
+        raise DataError(f"cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
 
 
-def parse(lines: Iterable[str], fail: Callable[[str], Exception], remedy: str, holes: Sequence[str] = ()) -> Table:
+def parse(lines: Iterable[str], remedy: str, holes: Sequence[str] = ()) -> Table:
     """Numbers separated by semicolons, commas or white space; a first line without any number is a header.
 
-    `fail` makes an error of a message, `remedy` ends that about a cell that is no number, and `holes` become NaN.
+    `remedy` ends the error about a cell that is no number, and `holes` become NaN.
     """
     table = list(_cells(lines))
     if table and not any(cell in holes or _is_number(cell) for cell in table[0][1]):
@@ -101,11 +104,11 @@ def parse(lines: Iterable[str], fail: Callable[[str], Exception], remedy: str, h
     for number, cells in table:
         wrong = next((i for i, cell in enumerate(cells) if cell not in holes and not _is_number(cell)), None)
         if wrong is not None:
-            raise fail(f"line {number}, column {wrong + 1} holds {cells[wrong]!r}, {remedy}")
+            raise DataError(f"line {number}, column {wrong + 1} holds {cells[wrong]!r}, {remedy}")
         first, width = table[0][0], len(table[0][1])
         if len(cells) != width:
             problem = f"line {number} has {len(cells)} values, but line {first} has {width}"
-            raise fail(f"{problem}; all rows must be equally long")
+            raise DataError(f"{problem}; all rows must be equally long")
     values = [[np.nan if cell in holes else float(cell) for cell in cells] for _, cells in table]
     return Table(np.array(values), [number for number, _ in table])
 
@@ -114,11 +117,10 @@ def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of every line that is not blank; the first one decides what separates cells."""
     separator = ""
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        separator = separator or next((sign for sign in ";," if sign in line), " ")
-        cells = line.split() if separator == " " else next(csv.reader([line], delimiter=separator))
-        yield number, [cell.strip() for cell in cells]
+        if line.strip():
+            separator = separator or next((sign for sign in ";," if sign in line), " ")
+            cells = line.split() if separator == " " else next(csv.reader([line], delimiter=separator))
+            yield number, [cell.strip() for cell in cells]
 
 
 def _is_number(cell: str) -> bool:
@@ -129,47 +131,37 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def as_symbols(table: Table, path: Path) -> Int[np.ndarray, "N L"]:
-    """The values as int64 symbols 0..max, every one of which occurs."""
-    x = table.values
-    if problem := _shape_problem(x) or _value_problem(table) or _symbol_problem(np.unique(x)):
-        raise DataError(f"{path}: {problem}")
-    return x.astype(np.int64)
-
-
-def _shape_problem(x: np.ndarray) -> str | None:
+def _check_shape(x: np.ndarray) -> None:
     if x.dtype.kind not in "biuf":
-        return f"holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}"
+        raise DataError(f"holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}")
     if x.size == 0:
-        return f"is empty (shape {x.shape}); it needs at least two rows"
+        raise DataError(f"is empty (shape {x.shape}); it needs at least two rows")
     if x.ndim != 2:
         remedy = "x[:, None] for rows of one symbol" if x.ndim == 1 else "x.reshape(len(x), -1)"
-        return f"has {x.ndim} axes (shape {x.shape}), not rows x positions; save {remedy}"
-    return "has one row; it needs at least two, one of them to be held out" if len(x) == 1 else None
+        raise DataError(f"has {x.ndim} axes (shape {x.shape}), not rows x positions; save {remedy}")
+    if len(x) == 1:
+        raise DataError("has one row; it needs at least two, one of them to be held out")
 
 
-def _value_problem(table: Table) -> str | None:
+def _check_values(table: Table) -> None:
     x = table.values
     if (strange := ~np.isfinite(x)).any():
         remedy = "remove such rows or give missing values a symbol of their own"
-        return f"{table.first(strange)}, not a number; {remedy}"
+        raise DataError(f"{table.first(strange)}, not a number; {remedy}")
     if x.dtype.kind == "f" and (broken := x != np.floor(x)).any():
-        return f"{table.first(broken)}, not a whole number; cut real values into bins first: np.digitize(x, edges)"
+        remedy = "cut real values into bins first: np.digitize(x, edges)"
+        raise DataError(f"{table.first(broken)}, not a whole number; {remedy}")
     if (negative := x < 0).any():
-        return f"{table.first(negative)}, but symbols start at 0; {RENUMBER}"
-    return None
+        raise DataError(f"{table.first(negative)}, but symbols start at 0; {RENUMBER}")
 
 
-def _symbol_problem(used: np.ndarray) -> str | None:
-    """`used` are the different values in ascending order; they must be 0, 1, ..., len(used) - 1."""
+def _check_symbols(used: np.ndarray) -> None:
+    """Raise unless the different values `used`, in ascending order, are 0, 1, ..., len(used) - 1."""
     if len(used) > MOST_SYMBOLS:
-        return (
-            f"has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; "
-            "merge rare values or cut the range into fewer bins"
-        )
-    if (count := int(used[-1]) + 1 - len(used)) == 0:
-        return None
-    gaps = (range(int(a) + 1, int(b)) for a, b in itertools.pairwise([-1, *used.tolist()]))
-    first = ", ".join(map(str, itertools.islice(itertools.chain.from_iterable(gaps), 5)))
-    more = f" and {count - 5:,} more" if count > 5 else ""
-    return f"symbols go up to {int(used[-1])}, but {first}{more} never occur; {RENUMBER}"
+        remedy = "merge rare values or cut the range into fewer bins"
+        raise DataError(f"has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; {remedy}")
+    if count := int(used[-1]) + 1 - len(used):
+        gaps = (range(int(a) + 1, int(b)) for a, b in itertools.pairwise([-1, *used.tolist()]))
+        first = ", ".join(map(str, itertools.islice(itertools.chain.from_iterable(gaps), 5)))
+        more = f" and {count - 5:,} more" if count > 5 else ""
+        raise DataError(f"symbols go up to {int(used[-1])}, but {first}{more} never occur; {RENUMBER}")
