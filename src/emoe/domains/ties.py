@@ -200,7 +200,7 @@ class _Distinct(Tie):
 
 def layout(family: TieFamily, length: int, symbols: int) -> tuple[Tie, Int[Tensor, "G g"]]:
     """The tie of a family and the positions of its groups, each position in one group; no seed changes either."""
-    positions = np.arange(length)
+    positions: Int[np.ndarray, "..."] = np.arange(length)
     size = min(length, {"sums": SUMMED, "permutations": symbols}.get(family, 2))
     if family == "permutations":
         tie: Tie = _Distinct(symbols, size)

@@ -31,8 +31,10 @@ def legend_below(figure: Figure) -> None:
     """One legend for all panels, below them; equal labels appear once."""
     entries = dict(pair[::-1] for axis in figure.axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
     if entries:
-        place = {"loc": "outside lower center", "ncols": min(6, len(entries))}
-        figure.legend(list(entries.values()), list(entries), fontsize=8, frameon=False, **place)
+        columns = min(6, len(entries))
+        figure.legend(
+            [*entries.values()], [*entries], loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+        )  # fmt: skip
 
 
 def save(figure: Figure, path: Path, *, dpi: int | None = None) -> None:

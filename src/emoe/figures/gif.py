@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -74,7 +74,7 @@ def draw_pages(frames: Sequence[Frame], experts: int, dpi: int) -> Iterator[Imag
     for axis in axes:
         axis.set_axis_off()
     wheel = [colorsys.hsv_to_rgb(i / experts, 0.6, (0.95, 0.65)[i % 2]) for i in range(experts)]
-    colours = CYCLE[:experts] if experts <= len(CYCLE) else wheel
+    colours: Sequence[Any] = CYCLE[:experts] if experts <= len(CYCLE) else wheel
     shown = [show_mosaic(axes[0], mosaic(frames[0].images, edge))]
     for block, maps in enumerate(frames[-1].experts):
         axes[1 + block].set_title(f"block {block + 1}, {maps.shape[1]} x {maps.shape[1]}", fontsize=9)

@@ -16,13 +16,14 @@ from jaxtyping import Int, Integer, UInt16
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import DataError, DomainConfig, Ink, SplitDomain, completion_pools
+from emoe.domains import DataError
+from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, completion_pools
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import KnownRows, measure_rows
 from emoe.domains.text.parts import TOKEN
 from emoe.domains.text.prepare import MANIFEST, SCHEMA
 from emoe.domains.text.reading import SPLITS
-from emoe.domains.text.tokens import Fault, Vocabulary, read_vocabulary
+from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.figures import panels
 from emoe.types import Measurement, TokenSpace
 
@@ -52,7 +53,7 @@ class TextConfig(DomainConfig, kind="text"):
         """Open and check the set."""
         return Text(self)
 
-    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
         """Texts with holes (see `emoe.domains.text.given`), as they are or in a .txt file; or tokens in .npy, .csv."""
         if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
             return super().read_given(source, space, ink=ink)
@@ -65,9 +66,7 @@ class TextConfig(DomainConfig, kind="text"):
         vocabulary = vocabulary_of(Path(self.path), read_manifest(Path(self.path)))
         return [vocabulary.decode(row) for row in rows.tolist()]
 
-    def completion_figure(
-        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace
-    ) -> Figure:
+    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
         """The texts as they were given, the words that were kept, and completions, side by side."""
         pools = completion_pools(rows, given, samples).items()
         return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools})
@@ -128,9 +127,8 @@ class Text(SplitDomain):
         """The training rows, all of them read once to be looked up in."""
         return KnownRows(self.rows)
 
-    def figure(self, pools: Mapping[str, Int[Tensor, "_n L"]], *, title: str = "") -> Figure:
+    def figure(self, pools: Pools, *, title: str = "") -> Figure:
         """The first samples of each pool as text; the beginning of each."""
-        pools = panels.truth_first(pools)
         return panels.texts({name: self.decode(rows[: panels.MOST_TEXTS]) for name, rows in pools.items()}, title=title)
 
 
@@ -161,10 +159,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def vocabulary_of(folder: Path, manifest: Mapping[str, Any]) -> Vocabulary:
     """The words of the tokenizer that a set was made with."""
     wanted = manifest["tokenizer"]
-    try:
-        vocabulary = read_vocabulary(folder / wanted["file"])
-    except Fault as fault:
-        raise DataError(str(fault)) from None
+    vocabulary = read_vocabulary(folder / wanted["file"])
     if vocabulary.sha256 != wanted["sha256"]:
         raise DataError(f"{vocabulary.path}: is not the tokenizer the set was made with; {AGAIN}")
     return vocabulary

@@ -103,7 +103,8 @@ class Encoder:
             try:
                 self._model = library.Tokenizer.from_file(str(vocabulary.path))
             except Exception as error:  # the library raises plain Exceptions
-                raise DataError(f"{vocabulary.path}: cannot be used ({error}); give a whole copy, or vocab.txt") from None
+                remedy = "give a whole copy, or vocab.txt"
+                raise DataError(f"{vocabulary.path}: cannot be used ({error}); {remedy}") from None
             self._model.no_truncation()
             self._model.no_padding()
             self._model.encode_special_tokens = True
