@@ -12,7 +12,8 @@ import pytest
 import scipy.linalg
 import torch
 
-from emoe.domains.images.classifier import SIDES, Classifier, load_classifier
+from emoe.domains.images import metrics
+from emoe.domains.images.classifier import SIDES, load_classifier
 from emoe.domains.images.data import Digits, DigitsConfig, Images
 from emoe.domains.images.metrics import fold_means, frechet_distance, jackknife, neighbour_measures, neighbours, radii
 from emoe.types import Measurement
@@ -60,8 +61,8 @@ def test_the_classifier_knows_held_out_digits(digits: Digits) -> None:
     torch.testing.assert_close(probabilities.sum(1), torch.ones(300, dtype=torch.float64))
     # The scale makes the total variance of the training features 100.
     assert classifier.read(digits.rows)[0].var(0, correction=0).sum().item() == pytest.approx(100, rel=1e-4)
-    for whole, parts in zip((features, probabilities), classifier.read(digits.test_rows.long(), batch=7), strict=True):
-        torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-4)
+    parts = [classifier.read(part) for part in digits.test_rows.long().split(7)]
+    torch.testing.assert_close(torch.cat([part for part, _ in parts]), features, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SIDES)
@@ -69,9 +70,6 @@ def test_classifiers_of_the_package_read_images_of_their_side(name: str) -> None
     classifier = load_classifier(name)
     rows = torch.randint(2, (3, SIDES[name] ** 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     assert classifier.read(rows)[0].isfinite().all() and not classifier.head.weight.requires_grad
-    for side in (0, 2, 6, 30):
-        with pytest.raises(ValueError, match="multiple of 4"):
-            Classifier(side)
 
 
 @pytest.fixture(scope="module")
@@ -155,27 +153,26 @@ def plain(samples: np.ndarray, real: np.ndarray, k: int = 5) -> list[float]:
 
 
 @pytest.mark.parametrize(("n", "m", "shift", "twins"), [(37, 29, 0.0, 0), (30, 30, 1.2, 4), (12, 45, 0.5, 0)])
-def test_neighbour_measures_equal_plain_loops(n: int, m: int, shift: float, twins: int) -> None:
+def test_neighbour_measures_equal_plain_loops(
+    n: int, m: int, shift: float, twins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "CHUNK", 7)
     real, samples = normal(m, 3, 1), normal(n, 3, 2) + shift
     samples[:twins] = real[:twins]  # exact copies lie at distance 0
     samples[twins : 2 * twins] = samples[:twins]
     found = neighbour_measures(samples, real)
     assert [item.metric for item in found] == ["precision", "recall", "density", "coverage"]
     np.testing.assert_allclose([item.value for item in found], plain(samples.numpy(), real.numpy()), rtol=1e-12)
-    whole, parts = neighbours(samples, real, folds=3), neighbours(samples, real, folds=3, chunk=7)
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_balls_worked_out_by_hand() -> None:
     real = torch.arange(6).double()[:, None]
-    assert radii(real).tolist() == radii(real, chunk=4).tolist() == [5, 4, 3, 3, 4, 5]
-    found = neighbours(torch.tensor([[8.0], [20.0]]).double(), real, folds=2)
-    assert found.balls.tolist() == [2, 0]  # 8 is within 4 of 4, just so, and within 5 of 5
-    assert found.hits.tolist() == [[0, 0]] * 4 + [[1, 0]] * 2
-    assert found.reached.all()  # the only neighbour of 8 is 12 away
+    assert radii(real).tolist() == [5, 4, 3, 3, 4, 5]
+    balls, reached, hits = neighbours(torch.tensor([[8.0], [20.0]]).double(), real, folds=2)
+    assert balls.tolist() == [2, 0]  # 8 is within 4 of 4, just so, and within 5 of 5
+    assert hits.tolist() == [[0, 0]] * 4 + [[1, 0]] * 2
+    assert reached.all()  # the only neighbour of 8 is 12 away
     assert radii(torch.zeros(7, 2).double()).tolist() == [0.0] * 7  # twins count, the point itself does not
-    with pytest.raises(ValueError, match="neighbours"):
-        radii(real[:1])
 
 
 def test_standard_errors_are_as_large_as_the_spread_over_draws() -> None:

@@ -16,7 +16,7 @@ def rows(*values: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_nearest_distance_is_exact_and_independent_of_the_chunk():
+def test_nearest_distance_is_exact():
     generator = torch.Generator().manual_seed(1)
     points = torch.randint(60_000, (70, 5), generator=generator)
     support = torch.randint(60_000, (40, 5), generator=generator)
@@ -25,16 +25,12 @@ def test_nearest_distance_is_exact_and_independent_of_the_chunk():
     found = nearest_distance(points, support)
     assert found[3] == 0.0  # exactly: a float32 product would be off by hundreds here
     np.testing.assert_allclose(found.numpy(), plain, rtol=1e-12)
-    assert torch.equal(found, nearest_distance(points, support, chunk=9))
 
 
 def test_radius_excludes_the_point_itself_but_not_its_twin():
     # nearest neighbours: 0 and 0 (twins), 3 for (0, 3) and 5 for (4, 6)
     support = rows((0, 0), (0, 0), (0, 3), (4, 6))
-    assert nearest_distance(support, support, skip_self=True).tolist() == [0.0, 0.0, 3.0, 5.0]
-    assert nearest_distance(support, support, skip_self=True, chunk=3).tolist() == [0.0, 0.0, 3.0, 5.0]
-    assert support_radius(support, percentile=0) == 0.0
-    assert support_radius(support, percentile=100) == 5.0
+    assert nearest_distance(support, support, rank=2).tolist() == [0.0, 0.0, 3.0, 5.0]
     assert support_radius(support) == pytest.approx(np.percentile([0, 0, 3, 5], 90))
     assert support_radius(support[:1]) == 0.0
 

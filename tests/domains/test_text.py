@@ -12,14 +12,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from small import TRANSFORMER, trained
 
-from emoe.cli import main
 from emoe.config import ConfigError, from_dict, to_dict
 from emoe.domains.base import DataError, DomainConfig, ShuffledRows
 from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
-from emoe.runs import load_run
 from emoe.types import TokenSpace
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -175,7 +174,7 @@ def test_decoding_of_random_rows_equals_that_of_the_library(name: str, data_root
     draw = np.random.default_rng(1)
     common = [i for i, word in enumerate(vocabulary.words) if word in {*PIECES, "the", "##ing", "it", "don"}]
     for number in range(3_000):
-        ids = draw.integers(vocabulary.size, size=24)
+        ids = draw.integers(len(vocabulary.words), size=24)
         ids = np.where(draw.random(24) < 0.7, draw.choice(common, 24), ids) if number % 2 else ids
         assert vocabulary.decode(ids.tolist()) == hugging_face([vocabulary.words[i] for i in ids])
 
@@ -246,16 +245,11 @@ def test_sets_that_cannot_be_used(folder, tmp_path):
 # --- a run
 
 
-def test_a_model_is_trained_sampled_and_measured(folder, tmp_path, capsys):
-    run = str(tmp_path / "run")
-    sizes = "--backbone.width 8 --backbone.hidden 16 --backbone.heads 2 --backbone.time-size 8 --train.batch 4".split()
-    words = ["train", "rows-mdlm", "--domain", "text", "--domain.path", str(folder), "--run", run, *sizes]
-    assert main([*words, "--train.steps", "3", "--device", "cpu"]) == 0
-    samples = load_run(run, device="cpu").sample(5, 2)
+def test_a_model_is_trained_sampled_and_measured(folder, tmp_path):
+    settings = TRANSFORMER | {"domain": "text", "domain.path": str(folder), "train.steps": 3}
+    run = trained("rows-mdlm", tmp_path / "run", settings)
+    samples = run.sample(5, 2)
     assert samples.shape == (5, 6) and (samples != 4).all()
-    capsys.readouterr()
-    options = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
-    assert main(["eval", run, *options]) == 0
-    found = {row["metric"]: row for row in json.loads(capsys.readouterr().out)}
-    assert {"entropy", "distinct_1", "distinct_2", "repetition", "nll", "ppl"} <= set(found)
-    assert found["entropy"]["task"] == "text" and found["entropy"]["data"] == "set"
+    rows = {row.metric: row for row in run.evaluate(nfe=[1], samples=20)}
+    assert {"entropy", "distinct_1", "distinct_2", "repetition"} <= set(rows) and run.nll(likelihood="nelbo").value > 0
+    assert rows["entropy"].task == "text" and rows["entropy"].data == "set"
