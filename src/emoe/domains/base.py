@@ -109,7 +109,7 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
         """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`."""
-        from emoe.domains.rows.given import read_given
+        from emoe.domains.rows.reading import read_given
 
         if ink != "auto":
             raise ConfigError([f"ink: is for images, but {self.kind!r} has none; leave it out"])
@@ -117,7 +117,7 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
 
     def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
         """Positions that keep their tokens: `0-9,20`, or none."""
-        from emoe.domains.rows.given import read_positions
+        from emoe.domains.rows.reading import read_positions
 
         return read_positions(text, space.length)
 

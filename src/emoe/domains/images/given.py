@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError, hint
 from emoe.domains.base import DataError, Ink
-from emoe.domains.rows.given import read_positions
+from emoe.domains.rows.reading import read_positions
 
 INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
 HALF = 128  # a grey value from which on a pixel is light

@@ -39,7 +39,7 @@ from emoe.domains.text.detokenise import Detokenise
 from emoe.domains.text.parts import TOKEN, Counts, Settings, read_part, write_part
 from emoe.domains.text.reading import SPLITS, Note, Slice, Source, find_sources, sha256_of, slices
 from emoe.domains.text.tokens import Vocabulary, load_library, read_vocabulary
-from emoe.files import StorageError, replace_file, sync_folder
+from emoe.files import StorageError, sync_folder
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -100,7 +100,7 @@ def prepare(
         test: See `train`.
         config: Everything else.
         on_progress: Called after every slice.
-        note: Gets lines about files that are left out or read again.
+        note: Gets lines about files that are left out.
 
     Raises:
         ConfigError: Arguments that do not go together, or a library that is missing.
@@ -119,7 +119,6 @@ def prepare(
         else:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
-                _note_changes(folder, sources, note)
                 parts, kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
                 manifest = _assemble(out, vocabulary, parts, config)
             done = Prepared(out, manifest, kept, sum(map(len, parts.values())) - kept)
@@ -151,22 +150,6 @@ def _alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise DataError(f"{folder}: another run prepares this set; wait until it ends") from None
         yield
-
-
-def _note_changes(folder: Path, sources: Sequence[Source], note: Note) -> None:
-    """Name the files that have changed since a run was stopped; parts of another text are never used."""
-    journal = folder / "inputs.json"
-    try:
-        before = dict(json.loads(journal.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        before = {}
-    for source in sources:
-        name, stat = str(source.path.resolve()), source.path.stat()
-        now = [stat.st_size, stat.st_mtime_ns]
-        if before.setdefault(name, now) != now:
-            note(f"{name}: changed since the last run; its parts are made again where the text is another")
-            before[name] = now
-    replace_file(journal, json.dumps(before))
 
 
 def _write_parts(

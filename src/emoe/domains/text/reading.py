@@ -10,7 +10,6 @@ import bz2
 import gzip
 import hashlib
 import lzma
-import os
 import re
 import tarfile
 import zlib
@@ -35,7 +34,6 @@ TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packe
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BOM = b"\xef\xbb\xbf"
-BLOCK = 1 << 20
 
 Note = Callable[[str], None]
 
@@ -53,9 +51,7 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """The entry of a manifest."""
-        return {
-            "path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)
-        }  # fmt: skip
+        return {"path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)}
 
 
 @dataclass(frozen=True)
@@ -155,30 +151,14 @@ def _check_apart(sources: Sequence[Source]) -> None:
         for source in group if len({source.split for source in group}) > 1 else ():
             other = sums.setdefault(sha256_of(source.path), source)
             if other.split != source.split:
-                raise DataError(
-                    f"{source.path}: has the same content as {other.path}, but one is in {source.split} and the "
-                    f"other in {other.split}; keep them apart"
-                )
+                problem = f"one is in {source.split} and the other in {other.split}"
+                raise DataError(f"{source.path}: has the same content as {other.path}, but {problem}; keep them apart")
 
 
 def sha256_of(path: Path) -> str:
     """Checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class Counted:
-    """A file that counts and hashes the bytes that are read."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file, self.count, self.digest = file, 0, hashlib.sha256()
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes."""
-        data = self._file.read(size)
-        self.count += len(data)
-        self.digest.update(data)
-        return data
 
 
 def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
@@ -188,25 +168,21 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     """
     path = source.path
     try:
+        before = path.stat()
+        if not before.st_size:
+            raise DataError(f"{path}: is empty; leave it out or give a whole copy")
         with path.open("rb") as file:
-            before = os.fstat(file.fileno())
-            if not before.st_size:
-                raise DataError(f"{path}: is empty; leave it out or give a whole copy")
-            counted, head = Counted(file), file.read(6)
-            file.seek(0)
-            for name, split, stream in _texts(source, _unpack(head, counted), note):
-                yield from _cut(name, split, source, stream, counted, size)
-            while counted.read(BLOCK):  # padding of an archive: the hash is that of the whole file
-                pass
-            after = path.stat()
+            for name, split, stream in _texts(source, _unpack(file), note):
+                yield from _cut(name, split, source, stream, file, size)
+        source.sha256, source.size, after = sha256_of(path), before.st_size, path.stat()
     except BROKEN as error:
         raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); give a whole copy") from None
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or counted.count != before.st_size:
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path}: changed while it was read; run again when nothing writes to it")
-    source.sha256, source.size = counted.digest.hexdigest(), counted.count
 
 
-def _unpack(head: bytes, stream: Any) -> Any:
+def _unpack(stream: Any) -> Any:
+    head = stream.peek(6)[:6]
     if head[:2] == b"\x1f\x8b":
         return gzip.GzipFile(fileobj=stream, mode="rb")
     if head == b"\xfd7zXZ\0":
@@ -226,27 +202,25 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
             if member.isdir():
                 continue
             if not member.isfile() or member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-                what = "points outside the archive" if member.isfile() else "is no plain file"
-                raise DataError(
-                    f"{path}: member {member.name!r} {what}; such an archive is not read, pack the texts anew"
-                )
+                problem = "points outside the archive" if member.isfile() else "is no plain file"
+                remedy = "such an archive is not read, pack the texts anew"
+                raise DataError(f"{path}: member {member.name!r} {problem}; {remedy}")
             by_name = split_of(member.name)
             if not is_text(member.name) or (source.split is not None and by_name not in (None, source.split)):
                 left += 1
                 continue
-            content: Any = archive.extractfile(member)
             count += 1
-            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(content.peek(6)[:6], content)
+            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(archive.extractfile(member))
     if left:
         note(f"{path}: {left} members are no text of a wanted split by their names and are left out")
     if not count:
         raise DataError(f"{path}: holds no text ({', '.join(TEXT[:-1])}, or shards news.en-*); name its members so")
 
 
-def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted, size: int) -> Iterator[Slice]:
+def _cut(name: str, split: Split, source: Source, stream: Any, file: IO[bytes], size: int) -> Iterator[Slice]:
     style = source.style or style_of(name)
     source.styles.add(style)
-    rest, line, offset, read = b"", 1, 0, counted.count
+    rest, line, offset, read = b"", 1, 0, file.tell()
     lone: bool | None = None
     empty, ended = True, False
     while not ended:
@@ -263,8 +237,8 @@ def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted,
         text, rest = text[:end], text[end:]
         if text.strip():
             empty = False
-            cost, read = counted.count - read, counted.count
-            yield Slice(name, split, style, text, line, offset, lone, cost)
+            before, read = read, file.tell()
+            yield Slice(name, split, style, text, line, offset, lone, read - before)
         line += text.count(b"\n")
         offset += len(text)
     if empty:
