@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from small import TRANSFORMER, trained
 
 from emoe.config import ConfigError, from_dict, to_dict
-from emoe.domains.base import DataError, DomainConfig, ShuffledRows
+from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
@@ -72,14 +71,6 @@ def test_the_kind_is_known_by_name(folder):
         from_dict(DomainConfig, {"kind": "text", "path": "x", "held_out": "train"})
 
 
-@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
-def test_batches_are_those_of_rows_in_memory(text, folder, rank, world):
-    expected = ShuffledRows(whole(folder, "train"), 8, 3, rank=rank, world=world)
-    batches = text.batches(8, 3, rank=rank, world=world)
-    for step in (0, 1, 20, 333):  # over the ends of several shuffles
-        assert batches(step).dtype == torch.long and torch.equal(batches(step), expected(step))
-
-
 def test_fresh_rows_are_held_out_rows_without_repetition(text, folder):
     drawn = text.fresh(text.fresh_rows, 1)
     assert sorted(drawn.tolist()) == sorted(whole(folder, "test").tolist())
@@ -124,34 +115,7 @@ def test_what_is_done_to_rows_does_not_reach_the_file(tmp_path):
     assert (folder / "train.bin").read_bytes()[:256] == bytes(256)
 
 
-def test_measures(text):
-    rows = torch.tensor([[5, 5, 5, 5, 5, 5], [5, 6, 7, 8, 9, 10], [5, 6, 5, 6, 5, 6]])
-    found = {item.metric: item for item in text.measure(rows)}
-    assert found["entropy"].value == pytest.approx((math.log(6) + math.log(2)) / 3) and found["entropy"].n == 3
-    assert found["repetition"].value == pytest.approx((200 / 3 + 0 + 100 / 3) / 3)
-    assert found["distinct_2"].value == pytest.approx(160 / 3)
-    assert found["distinct_2"].stderr == pytest.approx(np.std([20, 100, 40], ddof=1) / 3**0.5)
-    assert found["copied"].value == 0
-
-
 # --- decoding
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("[CLS] a ##x b . [MASK]", "[CLS] ax b. [MASK]"),
-        ("##x b ' s , $", "##x b's, $"),  # a row that begins inside a word
-        ("##x ##x a", "##xx a"),
-        ("a ' small b n ' t", "a'small bn't"),  # spaces before and after a lone apostrophe go, whatever follows
-        ("' a ' b ? ! . 5", "' a'b?!. 5"),
-        ("he ' re ' ' , . ,", "he're'',.,"),
-    ],
-)
-def test_decoding_closes_up_as_hugging_face_does(words: str, shown: str) -> None:
-    pieces = tuple(dict.fromkeys(words.split()))
-    vocabulary = Vocabulary(Path("vocab.txt"), "", pieces, {})
-    assert vocabulary.decode([pieces.index(piece) for piece in words.split()]) == shown
 
 
 def hugging_face(pieces: list[str]) -> str:

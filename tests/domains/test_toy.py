@@ -41,7 +41,8 @@ def toy(request: pytest.FixtureRequest) -> Toy:
 def test_config_joins_the_family_by_its_name() -> None:
     config = from_dict(DomainConfig, {"kind": "toy", "density": "swiss-roll", "points": 100})
     assert config == ToyConfig(density="swiss-roll", points=100) == from_dict(DomainConfig, to_dict(config))
-    assert len(config.build(0).rows) == 100
+    toy = config.build(0)
+    assert (toy.space.size, toy.space.mask_id, toy.task) == (51, 50, "toy") and toy.rows.shape == (100, 2)
     assert DomainConfig.known_kinds() == ["digits", "mnist", "rows", "text", "ties", "toy"]
     assert get_args(Density) == ("8-modes", *DENSITIES) and get_args(Density)[-5:] == HELD_OUT
     with pytest.raises(ConfigError, match="points: must be >= 2"):
@@ -60,23 +61,9 @@ def test_a_wrong_density_lists_what_is_allowed(name: object) -> None:
 # --- drawing
 
 
-def test_space_and_rows(toy: Toy) -> None:
-    assert (toy.space.size, toy.space.mask_id, toy.space.length, toy.task) == (51, 50, 2, "toy")
-    assert toy.rows.shape == (20_000, 2) and toy.rows.dtype == torch.long
-    assert toy.rows.min() >= 0 and toy.rows.max() <= 49
-
-
 def test_tokens_count_the_edges_at_or_below() -> None:
     points = np.array([[-9.0, -3.0], [-3.0001, -2.876], [0.0, 2.9999], [3.0, 9.0]])
     assert densities.tokenise(points).tolist() == [[0, 1], [0, 1], [25, 48], [49, 49]]
-
-
-def test_rows_are_a_function_of_the_seeds(toy: Toy) -> None:
-    first, again, other = (ToyConfig(density=toy.name, points=500).build(seed) for seed in (1, 1, 2))
-    assert torch.equal(first.rows, again.rows) and torch.equal(first.fresh(100, 5), again.fresh(100, 5))
-    assert not torch.equal(first.rows, other.rows) and not torch.equal(first.rows[:100], first.fresh(100, 5))
-    assert not torch.equal(first.fresh(100, 5), first.fresh(100, 6))
-    assert torch.equal(first.cell_probabilities(), other.cell_probabilities()) == (toy.name != "8-modes")
 
 
 def test_eight_modes() -> None:
@@ -226,9 +213,7 @@ def test_one_step_coordination_matters_and_more_steps_regain_it(toy: Toy) -> Non
 # --- measures
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_ceilings_of_fresh_data(toy: Toy, seed: int) -> None:
-    toy = ToyConfig(density=toy.name).build(seed)
+def test_ceilings_of_fresh_data(toy: Toy) -> None:
     valid, shared = toy.measure(toy.fresh(20_000, 0))
     assert (valid.metric, valid.n, shared.metric, shared.n) == ("validity", 3_000, "overlap", 20_000)
     wanted = {"8-modes": (99.0, 96.0), "swiss-roll": (98.6, 94.0)}.get(toy.name, (97.0, 90.8))
@@ -254,14 +239,11 @@ def test_exact_measures_agree_with_measured_pools(name: str) -> None:
 
 
 def test_pictures_are_small_and_put_the_truth_first(tmp_path: Path) -> None:
-    from matplotlib.image import imread
-
     toy = ToyConfig(density="moons").build(0)
     path = tmp_path / "deep" / "row.png"
     pools = {"MDLM": toy.fresh(5_000, 1), "VADD": toy.rows, "E-MoE": toy.rows, "Ground truth": toy.rows}
     toy.picture(pools, path, title=toy.name)
-    height, width, _ = imread(path).shape
-    assert 5_000 < path.stat().st_size < 120_000 and width > 3 * height
+    assert 5_000 < path.stat().st_size < 120_000
     assert [axis.get_title() for axis in toy.figure(pools).axes] == ["Ground truth", "MDLM", "VADD", "E-MoE"]
     with pytest.raises(ValueError, match="no pools"):
         toy.picture({}, path)
