@@ -37,12 +37,12 @@ def legend_below(figure: Figure) -> None:
         )  # fmt: skip
 
 
-def save(figure: Figure, path: Path, *, dpi: int | None = None) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write an image whose format is the ending of its name; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
-        figure.savefig(path, dpi=dpi or "figure")
+        figure.savefig(path, dpi="figure")
 
 
 def png(figure: Figure) -> bytes:

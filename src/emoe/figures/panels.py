@@ -32,8 +32,8 @@ Images = Integer[np.ndarray, "n S S"]
 
 
 def panel_grid(
-    rows: Mapping[str, Mapping[str, Pool]], draw: Callable[[Any, Pool], object], inches: tuple[float, float], *,
-    title: str = "", dpi: int = DPI,
+    rows: Mapping[str, Mapping[str, Pool]], draw: Callable[[Any, Pool], object], *,
+    inches: tuple[float, float] = (INCHES, INCHES), title: str = "", dpi: int = DPI,
 ) -> Figure:  # fmt: skip
     """A line of panels for each method, one column for each pool, real data first; cells may be missing.
 
@@ -81,7 +81,7 @@ def histogram_grid(rows: Mapping[str, Mapping[str, Pairs]], size: int, *, title:
         shown = np.ma.masked_equal(share.T, 0.0)
         axis.imshow(shown, origin="lower", norm=scale, cmap=blues, interpolation="nearest")
 
-    return panel_grid(shares, draw, (INCHES, INCHES), title=title)
+    return panel_grid(shares, draw, title=title)
 
 
 def heat_maps(pools: Mapping[str, Integer[Tensor, "_n L"]], space: TokenSpace, *, title: str = "") -> Figure:
@@ -91,7 +91,7 @@ def heat_maps(pools: Mapping[str, Integer[Tensor, "_n L"]], space: TokenSpace, *
         cells = np.ma.masked_equal(rows[:MOST_ROWS].cpu().numpy(), space.mask_id)
         axis.imshow(cells, aspect="auto", interpolation="nearest", vmin=0, vmax=space.size - 1)
 
-    return panel_grid({"": pools}, draw, (INCHES, INCHES), title=title)
+    return panel_grid({"": pools}, draw, title=title)
 
 
 def side_of(length: int) -> int:
@@ -137,7 +137,7 @@ def mosaics(pools: Mapping[str, Images], *, title: str = "") -> Figure:
     def draw(axis: Any, images: Images) -> None:
         show_mosaic(axis, mosaic(images, edge))
 
-    return panel_grid({"": pools}, draw, (inches, inches), title=title, dpi=IMAGE_DPI)
+    return panel_grid({"": pools}, draw, inches=(inches, inches), title=title, dpi=IMAGE_DPI)
 
 
 def image_lines(images: Integer[np.ndarray, "lines columns S S"], headings: Mapping[str, float]) -> Figure:
@@ -161,4 +161,4 @@ def texts(pools: Mapping[str, list[str]], *, title: str = "") -> Figure:
         style = {"va": "top", "fontsize": 6, "family": "monospace", "transform": axis.transAxes}
         axis.text(0.01, 0.99, shown, **style).set_in_layout(False)
 
-    return panel_grid({"": pools}, draw, (4.2, 0.11 * MOST_TEXTS * (LINES + 1)), title=title)
+    return panel_grid({"": pools}, draw, inches=(4.2, 0.11 * MOST_TEXTS * (LINES + 1)), title=title)

@@ -23,7 +23,7 @@ from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Panel, draw
 from emoe.figures.gif import Recorder, write_gif
-from emoe.figures.panels import IMAGE_DPI, INCHES, mosaic, panel_grid, show_mosaic
+from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
 from emoe.reporting.cells import measure
 from emoe.reporting.images import bpd_tables, data_of, image_page, nfe_tables, real_data
 from emoe.reporting.recipes import parse, reference_name
@@ -174,7 +174,7 @@ def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], p
     def draw_cell(axis: Any, images: UInt8[np.ndarray, "_n S S"]) -> None:
         show_mosaic(axis, mosaic(images, EDGE))
 
-    save(panel_grid(rows, draw_cell, (INCHES, INCHES), dpi=IMAGE_DPI), path)
+    save(panel_grid(rows, draw_cell, dpi=IMAGE_DPI), path)
 
 
 def curves(results: Results, path: Path) -> None:

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from emoe.config import ConfigError, hint
-from emoe.domains.base import DataError, Ink
+from emoe.domains import DataError, check_file
+from emoe.domains.base import Ink
 from emoe.domains.rows.reading import read_positions
 
 INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
@@ -36,8 +37,7 @@ def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
     """Grey values and opacity, both 0..255."""
     from PIL import Image, UnidentifiedImageError
 
-    if not path.is_file():
-        raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; give a .png file")
+    check_file(path, "give a .png file")
     edges = [side, INNER] if side == OUTER else [side]
     sizes = " or ".join(f"{edge} x {edge}" for edge in edges)
     try:

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.domains import DataError
+from emoe.domains import DataError, check_file
 from emoe.types import TokenSpace
 
 MOST_SYMBOLS = 65_535
@@ -39,29 +39,27 @@ class Table(NamedTuple):
     values: np.ndarray
     lines: list[int] | None = None  # line of the text file each row came from
 
-    def first(self, wrong: Bool[np.ndarray, "..."]) -> str:
-        """The first value marked in `wrong` (the shape of the values), with its position."""
-        row, column = (int(i) for i in np.argwhere(wrong)[0])
-        value = f"holds {self.values[row, column]}"
-        if self.lines is None:
-            return f"row {row}, column {column} (counted from 0) {value}"
-        return f"line {self.lines[row]}, column {column + 1} {value}"
+    def check(self, wrong: Bool[np.ndarray, "..."], problem: str) -> None:
+        """Raise if any value is marked in `wrong` (the shape of the values), with the first one and its position."""
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            position = f"row {row}, column {column} (counted from 0)"
+            if self.lines is not None:
+                position = f"line {self.lines[row]}, column {column + 1}"
+            raise DataError(f"{position} holds {self.values[row, column]}, {problem}")
 
 
 def read_symbols(path: Path, key: str | None = None) -> Int[np.ndarray, "N L"]:
     """Rows of symbols 0..max, every one of which occurs, from a .npy, .npz (the array `key`) or .csv file."""
     if path == Path():
         raise DataError("domain.path: give the file to train on: --domain.path data.npy (.npy, .npz or .csv)")
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"{path}: {what}; --domain.path takes a .npy, .npz or .csv file, one row per example")
+    check_file(path, "--domain.path takes a .npy, .npz or .csv file, one row per example")
     ending = path.suffix.lower()
     try:
         if ending not in (".npy", ".npz", ".csv"):
             what = f"{ending} files" if ending else "a file without an ending"
             raise DataError(f"cannot read {what}; save the rows as .npy, .npz or .csv")
-        table = read_csv(path, NO_NUMBER) if ending == ".csv" else read_numpy(path, key)
-        _check_shape(table.values)
+        table = read_csv(path) if ending == ".csv" else read_numpy(path, key)
         _check_values(table)
         _check_symbols(np.unique(table.values))
     except DataError as error:
@@ -95,33 +93,33 @@ def _array_name(names: list[str], key: str | None) -> str:
     return names[0] if key is None else key
 
 
-def read_csv(path: Path, remedy: str, holes: Sequence[str] = ()) -> Table:
+def read_csv(path: Path, holes: Sequence[str] = ()) -> Table:
     """Numbers of a text file, see `parse`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return parse(file, remedy, holes)
+            return parse(file, holes)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
 
 
-def parse(lines: Iterable[str], remedy: str, holes: Sequence[str] = ()) -> Table:
+def parse(lines: Iterable[str], holes: Sequence[str] = ()) -> Table:
     """Numbers separated by semicolons, commas or white space; a first line without any number is a header.
 
-    `remedy` ends the error about a cell that is no number, and `holes` become NaN.
+    `holes` are cells that become NaN.
     """
-    table = list(_cells(lines))
-    if table and not any(cell in holes or _is_number(cell) for cell in table[0][1]):
+    table = [(number, cells, [_number(cell, holes) for cell in cells]) for number, cells in _cells(lines)]
+    if table and set(table[0][2]) == {None}:
         table = table[1:]
-    for number, cells in table:
-        wrong = next((i for i, cell in enumerate(cells) if cell not in holes and not _is_number(cell)), None)
-        if wrong is not None:
-            raise DataError(f"line {number}, column {wrong + 1} holds {cells[wrong]!r}, {remedy}")
+    for number, cells, values in table:
+        if None in values:
+            column = values.index(None)
+            remedy = NO_TOKEN if holes else NO_NUMBER
+            raise DataError(f"line {number}, column {column + 1} holds {cells[column]!r}, {remedy}")
         first, width = table[0][0], len(table[0][1])
         if len(cells) != width:
             problem = f"line {number} has {len(cells)} values, but line {first} has {width}"
             raise DataError(f"{problem}; all rows must be equally long")
-    values = [[np.nan if cell in holes else float(cell) for cell in cells] for _, cells in table]
-    return Table(np.array(values), [number for number, _ in table])
+    return Table(np.array([values for *_, values in table], np.float64), [number for number, *_ in table])
 
 
 def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
@@ -134,15 +132,15 @@ def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
             yield number, [cell.strip() for cell in cells]
 
 
-def _is_number(cell: str) -> bool:
+def _number(cell: str, holes: Sequence[str]) -> float | None:
     try:
-        float(cell)
+        return np.nan if cell in holes else float(cell)
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def _check_shape(x: np.ndarray) -> None:
+def _check_values(table: Table) -> None:
+    x = table.values
     if x.dtype.kind not in "biuf":
         raise DataError(f"holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}")
     if x.size == 0:
@@ -152,18 +150,9 @@ def _check_shape(x: np.ndarray) -> None:
         raise DataError(f"has {x.ndim} axes (shape {x.shape}), not rows x positions; save {remedy}")
     if len(x) == 1:
         raise DataError("has one row; it needs at least two, one of them to be held out")
-
-
-def _check_values(table: Table) -> None:
-    x = table.values
-    if (strange := ~np.isfinite(x)).any():
-        remedy = "remove such rows or give missing values a symbol of their own"
-        raise DataError(f"{table.first(strange)}, not a number; {remedy}")
-    if x.dtype.kind == "f" and (broken := x != np.floor(x)).any():
-        remedy = "cut real values into bins first: np.digitize(x, edges)"
-        raise DataError(f"{table.first(broken)}, not a whole number; {remedy}")
-    if (negative := x < 0).any():
-        raise DataError(f"{table.first(negative)}, but symbols start at 0; {RENUMBER}")
+    table.check(~np.isfinite(x), "not a number; remove such rows or give missing values a symbol of their own")
+    table.check(x % 1 != 0, "not a whole number; cut real values into bins first: np.digitize(x, edges)")
+    table.check(x < 0, f"but symbols start at 0; {RENUMBER}")
 
 
 def _check_symbols(used: np.ndarray) -> None:
@@ -186,15 +175,14 @@ def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
     path, ending = Path(source), Path(source).suffix.lower()
     if TYPED.fullmatch(source):
         try:
-            return _tokens(parse([source], NO_TOKEN, HOLES), space)
+            return _tokens(parse([source], HOLES), space)
         except DataError as error:
             raise ConfigError([f"given: {source!r}: {error}"]) from None
     if ending not in (".npy", ".csv"):
         raise ConfigError([f"given: {source!r} is neither a .npy or .csv file nor a row such as 12,?"])
-    if not path.is_file():
-        raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; --given takes a file of rows")
+    check_file(path, "--given takes a file of rows")
     try:
-        return _tokens(read_numpy(path) if ending == ".npy" else read_csv(path, NO_TOKEN, HOLES), space)
+        return _tokens(read_numpy(path) if ending == ".npy" else read_csv(path, HOLES), space)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
@@ -210,11 +198,10 @@ def _tokens(table: Table, space: TokenSpace) -> Int[Tensor, "m L"]:
         raise DataError(f"has shape {x.shape}; rows of {space.length} tokens are needed")
     table = Table(x, table.lines)
     wanted = np.isnan(x := x.astype(np.float64)) | (x == -1)
-    if (broken := ~wanted & (x != np.floor(x))).any():
-        raise DataError(f"{table.first(broken)}, not a whole number; write ? where a token is wanted")
-    if (strange := ~wanted & ((x < 0) | (x >= space.size) | (x == space.mask_id))).any():
-        top = f"0..{space.size - 2}" if space.mask_id == space.size - 1 else f"0..{space.size - 1} but {space.mask_id}"
-        raise DataError(f"{table.first(strange)}, but tokens are {top}; write ? where one is wanted")
+    table.check(~wanted & (x % 1 != 0), "not a whole number; write ? where a token is wanted")
+    top = f"0..{space.size - 2}" if space.mask_id == space.size - 1 else f"0..{space.size - 1} but {space.mask_id}"
+    strange = ~wanted & ((x < 0) | (x >= space.size) | (x == space.mask_id))
+    table.check(strange, f"but tokens are {top}; write ? where one is wanted")
     return torch.from_numpy(np.where(wanted, space.mask_id, x).astype(np.int64))
 
 

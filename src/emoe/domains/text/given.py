@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.domains import DataError
+from emoe.domains import DataError, check_file
 from emoe.domains.text.tokens import Encoder, Vocabulary
 from emoe.types import TokenSpace
 
@@ -41,9 +41,7 @@ def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: 
 
 
 def _read_file(path: Path, vocabulary: Vocabulary, space: TokenSpace, wrap: bool) -> list[list[int]]:
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"{path}: {what}; --given takes a text, or a .txt file with one text in a line")
+    check_file(path, "--given takes a text, or a .txt file with one text in a line")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
