@@ -18,6 +18,7 @@ from torch import Tensor
 from emoe.config import ConfigError, Family
 from emoe.domains import DataError as DataError
 from emoe.domains.metrics import VALIDITY_ROWS, support_radius
+from emoe.domains.reading import read_given, read_positions
 from emoe.figures import panels
 from emoe.figures.base import save
 from emoe.rng import derive_seed
@@ -90,7 +91,7 @@ class Domain(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
+class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "reading")):
     """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows.
 
     The other methods read and write rows. They need the config alone, so a trained model draws and completes rows on a
@@ -109,16 +110,12 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
         """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`."""
-        from emoe.domains.rows.reading import read_given
-
         if ink != "auto":
             raise ConfigError([f"ink: is for images, but {self.kind!r} has none; leave it out"])
         return read_given(source, space)
 
     def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
         """Positions that keep their tokens: `0-9,20`, or none."""
-        from emoe.domains.rows.reading import read_positions
-
         return read_positions(text, space.length)
 
     def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:

@@ -25,7 +25,7 @@ from emoe.domains.images import files
 from emoe.domains.images.classifier import SIDES, load_classifier
 from emoe.domains.images.given import INNER, OUTER, centred, read_image, read_region
 from emoe.domains.images.metrics import measure_images
-from emoe.domains.rows.reading import TYPED
+from emoe.domains.reading import TYPED
 from emoe.figures import panels
 from emoe.figures.panels import as_images, side_of
 from emoe.rng import derive_seed

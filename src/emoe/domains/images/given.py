@@ -12,7 +12,7 @@ from torch import Tensor
 from emoe.config import ConfigError, hint
 from emoe.domains import DataError, check_file
 from emoe.domains.base import Ink
-from emoe.domains.rows.reading import read_positions
+from emoe.domains.reading import read_positions
 
 INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
 HALF = 128  # a grey value from which on a pixel is light

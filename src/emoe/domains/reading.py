@@ -198,7 +198,7 @@ def _tokens(table: Table, space: TokenSpace) -> Int[Tensor, "m L"]:
         raise DataError(f"has shape {x.shape}; rows of {space.length} tokens are needed")
     table = Table(x, table.lines)
     wanted = np.isnan(x := x.astype(np.float64)) | (x == -1)
-    table.check(~wanted & (x % 1 != 0), "not a whole number; write ? where a token is wanted")
+    table.check(~wanted & (x != np.floor(x)), "not a whole number; write ? where a token is wanted")
     top = f"0..{space.size - 2}" if space.mask_id == space.size - 1 else f"0..{space.size - 1} but {space.mask_id}"
     strange = ~wanted & ((x < 0) | (x >= space.size) | (x == space.mask_id))
     table.check(strange, f"but tokens are {top}; write ? where one is wanted")

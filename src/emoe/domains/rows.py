@@ -14,7 +14,7 @@ from torch import Tensor
 from emoe.config import option
 from emoe.domains.base import Domain, DomainConfig, ShuffledRows
 from emoe.domains.metrics import OVERLAP_ROWS, overlap, pair_overlap, validity
-from emoe.domains.rows.reading import read_symbols
+from emoe.domains.reading import read_symbols
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
