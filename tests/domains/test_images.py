@@ -1,10 +1,13 @@
-"""Binary images: pixels and labels as published, fixed splits, batches kept small in memory, figures."""
+"""Binary images: pixels and labels as published, fixed splits, files and their download, figures."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import re
 import struct
+import urllib.request
 from pathlib import Path
 
 import matplotlib.image
@@ -16,7 +19,7 @@ from torch.nn.functional import pad
 
 from emoe.cli import main
 from emoe.config import ConfigError, from_dict, to_dict
-from emoe.domains.base import DomainConfig
+from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.images import Digits, DigitsConfig, MNISTConfig, as_images, files
 from emoe.domains.images.data import DIGITS
 from emoe.experiment import Experiment
@@ -27,23 +30,33 @@ def digits() -> Digits:
     return DigitsConfig().build(0)
 
 
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
 @pytest.fixture
-def tiny_root(tmp_path, monkeypatch) -> Path:
-    """Files like the published ones with 20 and 7 images of random grey values, entered in the table."""
-    draw = np.random.default_rng(3)
-    root = tmp_path / "data"
-    (root / "mnist").mkdir(parents=True)
+def small(monkeypatch) -> dict[str, bytes]:
+    """A table in which the published files have 20 and 7 images of random grey values; name -> gzipped content."""
+    draw, contents = np.random.default_rng(3), {}
     for (images, labels), n in ((files.TRAIN, 20), (files.TEST, 7)):
         greys = draw.integers(256, size=(n, 28, 28))
         greys[0, 0, :4] = [0, 127, 128, 255]
         for name, values in ((images, greys), (labels, draw.integers(10, size=n))):
             head = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
             content = head + values.astype(np.uint8).tobytes()
-            zipped = gzip.compress(content, mtime=0)
+            zipped = contents[f"{name}.gz"] = gzip.compress(content, mtime=0)
             sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
             monkeypatch.setitem(files.KNOWN, name, files.Known(len(zipped), sums[0], len(content), sums[1]))
-            (root / "mnist" / f"{name}.gz").write_bytes(zipped)
-    return root
+    return contents
+
+
+@pytest.fixture
+def tiny_root(tmp_path, small) -> Path:
+    for name, content in small.items():
+        write(tmp_path / "data" / "mnist" / name, content)
+    return tmp_path / "data"
 
 
 # --- digits
@@ -100,11 +113,9 @@ def test_threshold_margin_and_labels(tiny_root):
 
     assert torch.equal(with_margin(inner.rows), domain.rows[:5])
     features = ("frechet", "coverage", "confidence", "judge_accuracy")  # 28 x 28 are read with their margin
-    both = [
-        {item.metric: item for item in pool}
-        for pool in (inner.measure(inner.test_rows.long()), domain.measure(with_margin(inner.test_rows).long()))
-    ]
-    assert all(both[0][name] == both[1][name] for name in features)
+    pools = inner.measure(inner.test_rows.long()), domain.measure(with_margin(inner.test_rows).long())
+    small, large = ([item for item in pool if item.metric in features] for pool in pools)
+    assert small == large and len(small) == 4
 
 
 def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys):
@@ -141,7 +152,130 @@ def test_the_real_mnist(data_root):
     assert domain.rows.sum(dtype=torch.long) == 6_221_431  # 13.2% of the 784 pixels
 
 
-# --- configs, rows, figures
+# --- files of MNIST
+
+
+def test_only_the_published_files_are_read(tmp_path, small):
+    name = files.ORIGINAL[1]
+    zipped = write(tmp_path / f"{name}.gz", small[f"{name}.gz"])
+    plain = write(tmp_path / name, gzip.decompress(small[f"{name}.gz"]))
+    for path in (zipped, plain):
+        assert files.read_idx(path).shape == (20,) and files.read_idx(path).max() < 10
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(str(path)) + ": sha256 is [0-9a-f]+, but .*emoe data mnist"):
+            files.read_idx(path)
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=r"bytes, but the published file has \d+; delete it and download it again"):
+            files.read_idx(path)
+        path.unlink()
+        with pytest.raises(DataError, match="cannot be read, damaged or cut off .*; delete it and put a whole copy"):
+            files.read_idx(path)
+
+
+def test_finds_files_below_the_root_and_says_what_is_missing(tmp_path, monkeypatch):
+    name, root = files.ORIGINAL[1], tmp_path / "data"
+    order = [root / name, root / f"{name}.gz", root / "mnist" / name, root / "mnist" / f"{name}.gz"]
+    for path in order:  # later ones are preferred
+        write(path, b"")
+        assert files.find(root, [name]) == {name: path}
+    with pytest.raises(DataError) as caught:
+        files.find(root)
+    text = str(caught.value)
+    assert all((f"{missing}[.gz]" in text) == (missing != name) for missing in files.ORIGINAL)
+    words = (str(root / "mnist"), "--data-root", "--domain.root", "EMOE_DATA", "emoe data mnist")
+    assert all(word in text for word in words)
+    with pytest.raises(DataError, match="no data folder is named"):
+        files.find(None)
+
+
+def test_the_data_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    assert files.data_root() is None
+    (tmp_path / "data").mkdir()
+    assert files.data_root().resolve() == tmp_path / "data"
+    monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.data_root() == tmp_path / "env" and files.data_root("~/given") == tmp_path / "given"
+
+
+# --- downloads, from a folder
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch) -> Path:
+    """A folder in place of the address of the mirror."""
+    monkeypatch.setattr(files, "MIRROR", f"{tmp_path.as_uri()}/served/")
+    return tmp_path / "served"
+
+
+def left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"<html>", b"x" * 200_000], ids=["none", "nothing", "a page", "long"])
+def test_a_download_of_something_else_leaves_nothing(tmp_path, mirror, small, content):
+    path = mirror / f"{files.ORIGINAL[0]}.gz"
+    if content is None:
+        message = r"cannot be downloaded .*No such file.*put train-images-idx3-ubyte\.gz, .* by hand"
+    else:
+        write(path, content)
+        message = r"not the published file \([\d,]+ bytes in place of [\d,]+\); .* by hand"
+    with pytest.raises(DataError, match=message):
+        files.download_mnist(tmp_path / "data")
+    write(path, bytes(len(small[path.name])))
+    with pytest.raises(DataError, match="another sha256"):
+        files.download_mnist(tmp_path / "data")
+    assert left(tmp_path / "data") == []
+
+
+class Line(io.BytesIO):
+    """A connection that breaks off after its content."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if block := super().read(size):
+            return block
+        raise TimeoutError("timed out")
+
+
+def test_without_a_network_or_a_folder(tmp_path, monkeypatch, small):
+    for line in (Line(b""), Line(b"x" * 10)):
+        monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout, line=line: line)
+        with pytest.raises(DataError, match=r"cannot be downloaded .*\(timed out\).*by hand"):
+            files.download_mnist(tmp_path)
+        assert left(tmp_path) == []
+    with pytest.raises(DataError, match="cannot be made .*; choose another --data-root"):
+        files.download_mnist(write(tmp_path / "file", b""))
+
+
+def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    for name, content in small.items():
+        write(mirror / name, content)
+
+    def said(*words: str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main(["data", "mnist", *words]) == 0
+        return capsys.readouterr()
+
+    out, err = said()  # without a folder being named: ./data, where it is found
+    assert out.startswith("data/mnist: 4 files downloaded")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "data" / "mnist").iterdir()} == small
+    assert [line.split()[0] for line in err.splitlines()] == list(small)
+    assert "data: all 4 files of MNIST are there and checked; nothing to download" in said()[0]
+    (tmp_path / "data" / "mnist" / f"{files.ORIGINAL[2]}.gz").write_bytes(b"damaged")
+    out, err = said("--quiet")
+    assert "1 files downloaded" in out and "all 4 checked" in out and not err
+    out, _ = said("--data-root", str(tmp_path / "my data"))
+    assert f"--data-root '{tmp_path / 'my data'}'" in out and left(tmp_path / "my data") == sorted(small)
+    monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
+    assert said()[0].startswith(str(tmp_path / "env"))
+
+
+# --- configs, figures
 
 
 def test_configs_join_the_family():

@@ -50,14 +50,6 @@ def test_validity_reads_the_first_3000_samples():
     assert (found.value, found.stderr, found.n) == (100.0, 0.0, 3_000)
 
 
-def test_overlap_of_equal_disjoint_and_half_shared_pools():
-    pool = rows((0, 1), (0, 1), (2, 3), (4, 5))
-    assert overlap(pool, pool[[3, 1, 0, 2]]).value == 100.0
-    assert overlap(pool, pool + 10).value == 0.0
-    found = overlap(pool, rows((0, 1), (2, 3), (2, 3), (9, 9)))  # (0, 1) once and (2, 3) once in common
-    assert (found.metric, found.value, found.n) == ("overlap", 50.0, 4)
-
-
 def test_overlap_is_one_minus_total_variation_of_whole_rows():
     generator = torch.Generator().manual_seed(2)
     a, b = torch.randint(3, (2, 500, 3), generator=generator)

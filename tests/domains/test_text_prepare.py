@@ -89,13 +89,6 @@ def test_rows_of_both_packings(tmp_path, vocab):
     assert wrap.manifest["splits"]["train"]["dropped"] == 1
 
 
-def test_the_manifest_says_where_each_file_begins(tmp_path, vocab):
-    texts = {"1-train": "a b\n", "2-train": "c\nd\n", "test": "a b c d\n"}
-    done = prepare(tmp_path / "set", vocab, [write(tmp_path / k, v) for k, v in texts.items()], config=config())
-    assert [item["starts"] for item in done.manifest["inputs"]] == [{"train": 0}, {"train": 3}, {"test": 0}]
-    assert [Path(item["path"]).name for item in done.manifest["inputs"]] == list(texts)
-
-
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress, bz2.compress])
 def test_packed_files_are_told_by_their_content(tmp_path, vocab, pack):
     train, test = write(tmp_path / "train.any", pack(TRAIN.encode())), write(tmp_path / "test.any", "a b c d\n")
