@@ -184,15 +184,6 @@ def test_collapse_is_seen_although_every_tie_holds(family: str) -> None:
     assert few["rows_valid"].value == 100.0 and few["pair_overlap"].value < 50 < few["coverage"].value < 90
 
 
-def test_errors_of_the_symbol_measures_fit_repeated_pools() -> None:
-    domain = build("pairs", 4)
-    skewed = [domain.fresh(400, seed).clamp(max=4) for seed in range(60)]
-    found = [measured(domain, pool, seed) for seed, pool in enumerate(skewed)]
-    for name in ("coverage", "entropy"):
-        spread = np.std([item[name].value for item in found])
-        assert np.mean([item[name].stderr for item in found]) == pytest.approx(spread, rel=0.3)
-
-
 def test_pictures(tmp_path: Path) -> None:
     domain = build("permutations", 16, points=100)
     path = tmp_path / "deep" / "x.png"
