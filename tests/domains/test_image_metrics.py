@@ -138,9 +138,9 @@ def test_neighbour_measures_equal_plain_loops(
     real, samples = normal(m, 3, 1), normal(n, 3, 2) + shift
     samples[:twins] = real[:twins]  # exact copies lie at distance 0
     samples[twins : 2 * twins] = samples[:twins]
-    found = neighbour_measures(samples, real)
-    assert [item.metric for item in found] == ["precision", "recall", "density", "coverage"]
-    np.testing.assert_allclose([item.value for item in found], plain(samples.numpy(), real.numpy()), rtol=1e-12)
+    measures = neighbour_measures(samples, real)
+    assert [item.metric for item in measures] == ["precision", "recall", "density", "coverage"]
+    np.testing.assert_allclose([item.value for item in measures], plain(samples.numpy(), real.numpy()), rtol=1e-12)
 
 
 def test_balls_worked_out_by_hand() -> None:
@@ -175,11 +175,13 @@ def test_jackknife_of_a_mean_is_the_error_of_a_mean_of_folds() -> None:
 
 def test_measures_and_their_order(halves: tuple[Digits, torch.Tensor]) -> None:
     domain, held_out = halves
-    found = domain.measure(held_out, 0)
-    assert [item.metric for item in found] == OF_FEATURES + OF_PIXELS
-    assert found == domain.measure(held_out, 0) != domain.measure(held_out, 1)
-    assert all(math.isfinite(item.value) and item.n == (75 if item.metric == "frechet_real" else 150) for item in found)
-    assert [item.metric for item in found if item.stderr is None] == ["distinct"]
+    measures = domain.measure(held_out, 0)
+    assert [item.metric for item in measures] == OF_FEATURES + OF_PIXELS
+    assert measures == domain.measure(held_out, 0) != domain.measure(held_out, 1)
+    assert all(
+        math.isfinite(item.value) and item.n == (75 if item.metric == "frechet_real" else 150) for item in measures
+    )
+    assert [item.metric for item in measures if item.stderr is None] == ["distinct"]
     for n in (2, 3, 4, 7):
         for item in domain.measure(held_out[:n]):
             assert math.isfinite(item.value) and (item.stderr is None or math.isfinite(item.stderr)), item
@@ -207,10 +209,10 @@ def test_measures_of_real_digits_and_of_independent_pixels(halves: tuple[Digits,
 def test_a_repeated_digit_and_repeated_training_rows_are_found_out(halves: tuple[Digits, torch.Tensor]) -> None:
     domain, held_out = halves
     best = load_classifier("digits").read(held_out)[1].max(1).values.argmax()
-    found = {name: item.value for name, item in measured(held_out[best].repeat(150, 1), domain).items()}
-    assert found["confidence"] > 99 and found["precision"] == 100
-    assert found["coverage"] < 10 and found["recall"] < 10 and found["class_tv"] == pytest.approx(90, abs=5)
-    assert found["class_entropy"] < 0.1 and found["distinct"] == pytest.approx(100 / 150)
+    measures = {name: item.value for name, item in measured(held_out[best].repeat(150, 1), domain).items()}
+    assert measures["confidence"] > 99 and measures["precision"] == 100
+    assert measures["coverage"] < 10 and measures["recall"] < 10 and measures["class_tv"] == pytest.approx(90, abs=5)
+    assert measures["class_entropy"] < 0.1 and measures["distinct"] == pytest.approx(100 / 150)
     copies = measured(domain.rows[:150].long(), domain)
     assert copies["copied"].value == 100 and measured(held_out, domain)["copied"].value < 10
     assert copies["confidence"].value > 90 and copies["precision"].value > 90
@@ -222,15 +224,15 @@ def test_pixel_measures_worked_out_by_hand() -> None:
     domain = Images("tiny", rows, rows[[0, 1, 1, 1]])  # images of one's own have no classifier
     samples = domain.rows[[1, 1, 2, 0]].long()
     samples[3, 0] = 1  # in no training row
-    found = domain.measure(samples)
-    assert [item.metric for item in found] == OF_PIXELS
-    ink, distinct, copied, pixel_tv = found
+    measures = domain.measure(samples)
+    assert [item.metric for item in measures] == OF_PIXELS
+    ink, distinct, copied, pixel_tv = measures
     assert ink.value == pytest.approx(100 * (8 + 8 + 8 + 1) / 64)
     assert ink.stderr == pytest.approx(100 * np.std([0.5, 0.5, 0.5, 1 / 16], ddof=1) / 2)
     assert (distinct.value, copied.value, copied.stderr) == (75, 75, pytest.approx(100 * math.sqrt(0.75 * 0.25 / 4)))
     # Ink in the test rows: 3/4 of the upper half. In samples: 3/4 of pixel 0, 1/2 of 1..7, 1/4 of 8..15.
     assert pixel_tv.value == pytest.approx(100 * (0 + 7 * 0.25 + 8 * 0.25) / 16)
-    assert all(item.n == 4 for item in found)
+    assert all(item.n == 4 for item in measures)
 
 
 def test_what_cannot_be_measured_is_refused(digits: Digits) -> None:

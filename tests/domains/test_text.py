@@ -184,10 +184,10 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named_with_a_remedy(folder, tmp_path, case):
-    damage, told = DAMAGE[case]
+    damage, message = DAMAGE[case]
     bad = copy(folder, tmp_path / "set")
     damage(bad)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         TextConfig(path=str(bad)).build(0)
 
 

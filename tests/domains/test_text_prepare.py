@@ -195,13 +195,13 @@ def test_folders_are_sorted_and_what_is_left_out_is_noted(tmp_path):
     for name in ("b-train.txt", "a-train.txt", "valid.txt", "test.txt", "READ.md"):
         write(folder / name, name)
     notes = list[str]()
-    found = find_sources({None: [folder]}, "auto", notes.append)
-    assert [(source.path.name, source.split) for source in found] == [
+    sources = find_sources({None: [folder]}, "auto", notes.append)
+    assert [(source.path.name, source.split) for source in sources] == [
         ("a-train.txt", "train"), ("b-train.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")
     ]  # fmt: skip
     assert notes == [f"{folder}: 1 files are no text by their names and are left out"]
-    found = find_sources({"train": [folder]}, "auto", notes.append)
-    assert {source.split for source in found} == {"train"} and len(found) == 2
+    sources = find_sources({"train": [folder]}, "auto", notes.append)
+    assert {source.split for source in sources} == {"train"} and len(sources) == 2
     assert any("is left out of train, its name says test" in line for line in notes)
 
 

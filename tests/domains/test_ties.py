@@ -73,9 +73,9 @@ def test_every_row_is_in_the_support(family: str, length: int) -> None:
     for rows in (domain.rows, domain.fresh(300, 1)):
         assert rows.shape == (300, length) and rows.dtype == torch.long
         assert all(all(allowed(family, row, 8)) for row in rows.tolist())
-    found = measured(domain, domain.fresh(300, 2))
-    assert (found["ties"].value, found["rows_valid"].value) == (100.0, 100.0)
-    assert (found["ties"].stderr, found["rows_valid"].stderr) == (0.0, 0.0)
+    measures = measured(domain, domain.fresh(300, 2))
+    assert (measures["ties"].value, measures["rows_valid"].value) == (100.0, 100.0)
+    assert (measures["ties"].stderr, measures["rows_valid"].stderr) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("family,length,symbols", SMALL)
@@ -158,13 +158,13 @@ def test_blocks_are_a_matching_without_pattern_that_no_seed_changes() -> None:
 def test_ties_and_valid_rows_by_hand() -> None:
     domain = build("pairs", 4)
     rows = torch.tensor([[1, 1, 2, 2], [1, 1, 2, 3], [5, 4, 3, 2], [7, 7, 0, 0]])
-    found = measured(domain, rows)
-    assert (found["ties"].value, found["rows_valid"].value, found["ties"].n) == (62.5, 50.0, 4)
-    assert found["ties"].stderr == pytest.approx(100 * np.std([1, 0.5, 0, 1]) / 2)
-    assert found["rows_valid"].stderr == pytest.approx(25.0)
+    measures = measured(domain, rows)
+    assert (measures["ties"].value, measures["rows_valid"].value, measures["ties"].n) == (62.5, 50.0, 4)
+    assert measures["ties"].stderr == pytest.approx(100 * np.std([1, 0.5, 0, 1]) / 2)
+    assert measures["rows_valid"].stderr == pytest.approx(25.0)
     # Position laws (S = 8): {1: 1/2, 5, 7}, {1: 1/2, 4, 7}, {2: 1/2, 3, 0}, {2: 1/2, 3, 0}.
-    assert found["coverage"].value == pytest.approx(3 * 12.5)
-    assert found["entropy"].value == pytest.approx(1.5 * math.log(2))
+    assert measures["coverage"].value == pytest.approx(3 * 12.5)
+    assert measures["entropy"].value == pytest.approx(1.5 * math.log(2))
     with pytest.raises(ValueError, match="no samples"):
         domain.measure(rows[:0])
 

@@ -115,14 +115,14 @@ def test_law_sums_to_one_and_matches_200_000_fresh_rows(toy: Toy) -> None:
     assert law.shape == (50, 50) and law.dtype == torch.float64
     assert law.min() >= 0 and abs(law.sum().item() - 1) < 1e-12
     rows = toy.fresh(200_000, 11)
-    found = np.bincount((rows[:, 0] * 50 + rows[:, 1]).numpy(), minlength=2_500)
+    counts = np.bincount((rows[:, 0] * 50 + rows[:, 1]).numpy(), minlength=2_500)
     expected = 200_000 * law.flatten().numpy()
-    assert found[expected == 0].sum() == 0
+    assert counts[expected == 0].sum() == 0
     common = expected >= 5
     assert common.sum() > 150
     rare = expected[~common].sum() > 0  # all rare cells as one; the checkerboard has none
-    found, expected = (np.append(x[common], x[~common].sum() if rare else []) for x in (found, expected))
-    assert stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > 1e-3
+    counts, expected = (np.append(x[common], x[~common].sum() if rare else []) for x in (counts, expected))
+    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
 
 
 def test_fresh_points_come_from_another_stream_than_training_points(toy: Toy) -> None:

@@ -135,6 +135,11 @@ def random_state(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(seed))
 
 
+def permutation(n: int, *stream: object) -> Int[Tensor, " n"]:
+    """A random order of n rows, from the random stream of that name."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed(*stream)))
+
+
 class SplitDomain(Domain):
     """A domain with a fixed split of held-out rows."""
 
@@ -149,8 +154,7 @@ class SplitDomain(Domain):
                 f"{self.name}: {n:,} rows that were not trained on are asked for, but the held-out split has "
                 f"{len(rows):,}; ask for at most that many (emoe eval --rows {len(rows)})"
             )
-        generator = torch.Generator().manual_seed(derive_seed(self.stream, "fresh", seed))
-        return rows[torch.randperm(len(rows), generator=generator)[:n]].long()
+        return rows[permutation(len(rows), self.stream, "fresh", seed)[:n]].long()
 
 
 class ShuffledRows:
@@ -172,8 +176,7 @@ class ShuffledRows:
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> Int[Tensor, " N"]:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", epoch))
-        return torch.randperm(len(self.rows), generator=generator).to(self.rows.device)
+        return permutation(len(self.rows), self.seed, "data", epoch).to(self.rows.device)
 
     def __call__(self, step: int) -> Int[Tensor, "B L"]:
         """Rows of step h for this rank."""

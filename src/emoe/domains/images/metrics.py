@@ -37,9 +37,9 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from emoe.domains.base import permutation
 from emoe.domains.images.classifier import Classifier
 from emoe.domains.metrics import mean, proportion
-from emoe.rng import derive_seed
 from emoe.types import Measurement
 
 REAL_ROWS = 10_000  # real rows at most
@@ -63,8 +63,8 @@ def measure_images(
     `seed` picks the rows that are compared where there are too many, and the folds behind standard errors.
     """
     _check(samples, real)
-    samples = samples.cpu()[_order(len(samples), seed, "samples")]
-    some = real.cpu()[_order(len(real), seed, "real")[:REAL_ROWS]]
+    samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
+    some = real.cpu()[permutation(len(real), seed, "images", "real")[:REAL_ROWS]]
     measured = [] if classifier is None else of_features(classifier, samples, some, seed)
     if classifier is not None and labels is not None:
         measured.append(proportion("judge_accuracy", classifier.hits(real, labels)))
@@ -82,10 +82,6 @@ def _check(samples: Integer[Tensor, "n _L"], real: Real) -> None:
         raise ValueError("pixels must be 0 or 1")
     if len(real) < 2:
         raise ValueError(f"{len(real)} test rows are too few to compare with")
-
-
-def _order(n: int, seed: int, purpose: str) -> Int[Tensor, " n"]:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed(seed, "images", purpose)))
 
 
 def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) -> list[Measurement]:
@@ -175,7 +171,7 @@ def _frechet_real(real: Others, seed: int) -> list[Measurement]:
     half = len(real) // 2
     if half < 2:
         return []
-    orders = [_order(len(real), seed, f"split {number}") for number in range(FOLDS)]
+    orders = [permutation(len(real), seed, "images", f"split {number}") for number in range(FOLDS)]
     values = [frechet_distance(real[order[:half]], real[order[half:]]) for order in orders]
     return [Measurement("frechet_real", float(np.mean(values)), float(np.std(values, ddof=1)), half)]
 

@@ -82,19 +82,16 @@ class Text(SplitDomain):
     def __init__(self, config: TextConfig, folder: Path | None = None):
         self.name = Path(config.path).resolve().name if folder is None else Path(config.path).name
         self._folder = folder or Path(config.path)
-        self.manifest = read_manifest(self._folder)
-        self.space = TokenSpace(
-            size=self.manifest["size"], mask_id=self.manifest["special"]["mask"], length=self.manifest["length"]
-        )
-        splits = self.manifest["splits"]
+        manifest = self.manifest = read_manifest(self._folder)
+        self.space = TokenSpace(manifest["size"], manifest["special"]["mask"], manifest["length"])
+        splits = manifest["splits"]
         self.held_out = ("test" if "test" in splits else "valid") if config.held_out == "auto" else config.held_out
         for split in ("train", self.held_out):
             if split not in splits:
-                raise DataError(
-                    f"{self._folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out"
-                )
+                problem = f"has no {split} rows, only {', '.join(splits)}"
+                raise DataError(f"{self._folder}: {problem}; give --domain.held-out")
         self.rows, self.test_rows = (
-            open_rows(self._folder, self.manifest, split, verify=config.verify) for split in ("train", self.held_out)
+            open_rows(self._folder, manifest, split, verify=config.verify) for split in ("train", self.held_out)
         )
         self.fresh_rows = len(self.test_rows)
         if config.verify:
@@ -113,7 +110,7 @@ class Text(SplitDomain):
         """How varied the samples are, in themselves and as a pool, and how many copy a training row.
 
         See `emoe.domains.text.metrics`. Compare with `measure` of as many held-out rows: none has a best value. A
-        language model measures whether text is good, see `emoe.judges`.
+        language model measures whether text is good, see `emoe.evaluation.gen_ppl`.
         """
         return measure_rows(samples, self._trained)
 
