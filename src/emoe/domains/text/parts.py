@@ -139,9 +139,7 @@ def _choose(document: list[str], split: Split, settings: Settings) -> Split:
     """The split of a document: that of its file, or for training files one that a hash of the document decides."""
     if split != "train" or settings.shares is None:
         return split
-    digest = hashlib.blake2b(f"{settings.seed}\n".encode(), digest_size=8)
-    for line in document:
-        digest.update(line.encode("utf-8", errors="replace") + b"\n")
-    draw = int.from_bytes(digest.digest(), "big") / 2**64
+    text = "\n".join([str(settings.seed), *document, ""]).encode("utf-8", errors="replace")
+    draw = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
     valid, test = settings.shares
     return "valid" if draw < valid else "test" if draw < valid + test else "train"
