@@ -1,4 +1,4 @@
-"""Measures of generated digits against held-out real ones; `docs/images.md` says how each can be gamed.
+"""Measures of generated digits against held-out real ones; `docs/images.md` says how to read them together.
 
 Let f(x) be the 64 features of the classifier of real digits, p(c | x) its probabilities, and B(y) the closed ball
 around f(y) up to its 5th nearest neighbour f(y') of y's own side. Real rows are those of the test split, which neither
