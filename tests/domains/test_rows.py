@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from emoe.config import ConfigError, from_dict
-from emoe.domains.base import DataError, DomainConfig, ShuffledRows
+from emoe.config import ConfigError
+from emoe.domains.base import DataError, ShuffledRows
 from emoe.domains.rows import Rows, RowsConfig
 
 GOOD = np.arange(24).reshape(8, 3) % 5
@@ -130,9 +130,6 @@ def test_missing_folder_and_foreign_files(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"cannot read \.parquet files; save the rows as \.npy, \.npz or \.csv"):
         build(tmp_path / "x.parquet")
-    (tmp_path / "x").write_bytes(b"")
-    with pytest.raises(DataError, match="a file without an ending"):
-        build(tmp_path / "x")
     (tmp_path / "x.csv").write_bytes(bytes(range(128, 256)))
     with pytest.raises(DataError, match="cannot be read as text"):
         build(tmp_path / "x.csv")
@@ -170,18 +167,6 @@ def test_pickles_are_never_opened(tmp_path):
 # --- the domain
 
 
-def test_config_from_plain_fields(tmp_path):
-    path = saved(tmp_path / "x.npy", GOOD)
-    domain = from_dict(DomainConfig, {"kind": "rows", "path": str(path), "held_out": 0.25}).build(3)
-    assert len(domain.held_out) == 2 and len(domain.rows) == 6
-    for fields, message in (
-        ({}, "path: missing"),
-        ({"path": "x", "held_out": 1.0}, "held_out: must be > 0 and <= 0.9"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            from_dict(DomainConfig, {"kind": "rows", **fields})
-
-
 def test_split_is_a_function_of_the_seed_and_never_empty(tmp_path):
     path = saved(tmp_path / "x.npy", np.arange(200).reshape(100, 2))
     one, again, other = build(path, 1), build(path, 1), build(path, 2)
@@ -213,15 +198,6 @@ def test_measures_tell_good_from_bad(tmp_path):
     bad = {m.metric: m for m in domain.measure(torch.from_numpy(draw.integers(6, size=(4_000, 4))))}
     assert bad["validity"].value < 6 and bad["overlap"].value < 10 and bad["pair_overlap"].value < 80
     assert domain.measure(domain.rows, seed=1) == domain.measure(domain.rows, seed=1)
-
-
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_pictures(tmp_path, length):
-    x = np.random.default_rng(2).integers(4, size=(500, length))
-    domain = build(saved(tmp_path / "x.npy", x))
-    path = tmp_path / "pictures" / "x.png"
-    domain.picture({"samples": domain.rows, "data": domain.fresh(50, 0)}, path, title="x")
-    assert 1_000 < path.stat().st_size < 120_000
 
 
 # --- the order of training batches

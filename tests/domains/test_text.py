@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from small import TRANSFORMER, trained
 
-from emoe.cli import main
 from emoe.config import ConfigError, from_dict, to_dict
-from emoe.domains.base import DataError, DomainConfig, ShuffledRows
+from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
-from emoe.runs import load_run
 from emoe.types import TokenSpace
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -73,14 +71,6 @@ def test_the_kind_is_known_by_name(folder):
         from_dict(DomainConfig, {"kind": "text", "path": "x", "held_out": "train"})
 
 
-@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
-def test_batches_are_those_of_rows_in_memory(text, folder, rank, world):
-    expected = ShuffledRows(whole(folder, "train"), 8, 3, rank=rank, world=world)
-    batches = text.batches(8, 3, rank=rank, world=world)
-    for step in (0, 1, 20, 333):  # over the ends of several shuffles
-        assert batches(step).dtype == torch.long and torch.equal(batches(step), expected(step))
-
-
 def test_fresh_rows_are_held_out_rows_without_repetition(text, folder):
     drawn = text.fresh(text.fresh_rows, 1)
     assert sorted(drawn.tolist()) == sorted(whole(folder, "test").tolist())
@@ -125,34 +115,7 @@ def test_what_is_done_to_rows_does_not_reach_the_file(tmp_path):
     assert (folder / "train.bin").read_bytes()[:256] == bytes(256)
 
 
-def test_measures(text):
-    rows = torch.tensor([[5, 5, 5, 5, 5, 5], [5, 6, 7, 8, 9, 10], [5, 6, 5, 6, 5, 6]])
-    found = {item.metric: item for item in text.measure(rows)}
-    assert found["entropy"].value == pytest.approx((math.log(6) + math.log(2)) / 3) and found["entropy"].n == 3
-    assert found["repetition"].value == pytest.approx((200 / 3 + 0 + 100 / 3) / 3)
-    assert found["distinct_2"].value == pytest.approx(160 / 3)
-    assert found["distinct_2"].stderr == pytest.approx(np.std([20, 100, 40], ddof=1) / 3**0.5)
-    assert found["copied"].value == 0
-
-
 # --- decoding
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("[CLS] a ##x b . [MASK]", "[CLS] ax b. [MASK]"),
-        ("##x b ' s , $", "##x b's, $"),  # a row that begins inside a word
-        ("##x ##x a", "##xx a"),
-        ("a ' small b n ' t", "a'small bn't"),  # spaces before and after a lone apostrophe go, whatever follows
-        ("' a ' b ? ! . 5", "' a'b?!. 5"),
-        ("he ' re ' ' , . ,", "he're'',.,"),
-    ],
-)
-def test_decoding_closes_up_as_hugging_face_does(words: str, shown: str) -> None:
-    pieces = tuple(dict.fromkeys(words.split()))
-    vocabulary = Vocabulary(Path("vocab.txt"), "", pieces, {})
-    assert vocabulary.decode([pieces.index(piece) for piece in words.split()]) == shown
 
 
 def hugging_face(pieces: list[str]) -> str:
@@ -175,7 +138,7 @@ def test_decoding_of_random_rows_equals_that_of_the_library(name: str, data_root
     draw = np.random.default_rng(1)
     common = [i for i, word in enumerate(vocabulary.words) if word in {*PIECES, "the", "##ing", "it", "don"}]
     for number in range(3_000):
-        ids = draw.integers(vocabulary.size, size=24)
+        ids = draw.integers(len(vocabulary.words), size=24)
         ids = np.where(draw.random(24) < 0.7, draw.choice(common, 24), ids) if number % 2 else ids
         assert vocabulary.decode(ids.tolist()) == hugging_face([vocabulary.words[i] for i in ids])
 
@@ -221,10 +184,10 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named_with_a_remedy(folder, tmp_path, case):
-    damage, told = DAMAGE[case]
+    damage, message = DAMAGE[case]
     bad = copy(folder, tmp_path / "set")
     damage(bad)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         TextConfig(path=str(bad)).build(0)
 
 
@@ -246,16 +209,11 @@ def test_sets_that_cannot_be_used(folder, tmp_path):
 # --- a run
 
 
-def test_a_model_is_trained_sampled_and_measured(folder, tmp_path, capsys):
-    run = str(tmp_path / "run")
-    sizes = "--backbone.width 8 --backbone.hidden 16 --backbone.heads 2 --backbone.time-size 8 --train.batch 4".split()
-    words = ["train", "rows-mdlm", "--domain", "text", "--domain.path", str(folder), "--run", run, *sizes]
-    assert main([*words, "--train.steps", "3", "--device", "cpu"]) == 0
-    samples = load_run(run, device="cpu").sample(5, 2)
+def test_a_model_is_trained_sampled_and_measured(folder, tmp_path):
+    settings = TRANSFORMER | {"domain": "text", "domain.path": str(folder), "train.steps": 3}
+    run = trained("rows-mdlm", tmp_path / "run", settings)
+    samples = run.sample(5, 2)
     assert samples.shape == (5, 6) and (samples != 4).all()
-    capsys.readouterr()
-    options = ["--nfe", "1", "--samples", "20", "--likelihood", "nelbo", "--device", "cpu", "--json"]
-    assert main(["eval", run, *options]) == 0
-    found = {row["metric"]: row for row in json.loads(capsys.readouterr().out)}
-    assert {"entropy", "distinct_1", "distinct_2", "repetition", "nll", "ppl"} <= set(found)
-    assert found["entropy"]["task"] == "text" and found["entropy"]["data"] == "set"
+    rows = {row.metric: row for row in run.evaluate(nfe=[1], samples=20)}
+    assert {"entropy", "distinct_1", "distinct_2", "repetition"} <= set(rows) and run.nll(likelihood="nelbo").value > 0
+    assert rows["entropy"].task == "text" and rows["entropy"].data == "set"

@@ -28,12 +28,12 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextConfig]:
     (root / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     (root / "train.txt").write_text("the cat sees a bird.\n" * 20)
     (root / "test.txt").write_text("a bird sees the cat.\n" * 10)
-    found = {}
+    configs = {}
     for packing in ("chunks", "wrap"):
         config = PrepareConfig(length=LENGTH, packing=packing, jobs=1)
         files = [root / "train.txt", root / "test.txt"]
-        found[packing] = TextConfig(path=str(prepare(root / packing, root / "vocab.txt", files, config=config).path))
-    return found
+        configs[packing] = TextConfig(path=str(prepare(root / packing, root / "vocab.txt", files, config=config).path))
+    return configs
 
 
 @pytest.fixture

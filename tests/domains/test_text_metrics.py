@@ -38,20 +38,22 @@ def test_repetition_is_the_share_of_runs_that_came_before():
     for run in plain(row, 4):
         repeated += run in seen
         seen.add(run)
-    found = {item.metric: item for item in measure_rows(torch.tensor([row, list(range(10))]))}
-    assert repeated == 3 and found["repetition"].value == pytest.approx((100 * 3 / 7 + 0) / 2)
-    assert found["repetition"].stderr == pytest.approx(100 * 3 / 7 / 2)  # of two values
+    measures = {item.metric: item for item in measure_rows(torch.tensor([row, list(range(10))]))}
+    assert repeated == 3 and measures["repetition"].value == pytest.approx((100 * 3 / 7 + 0) / 2)
+    assert measures["repetition"].stderr == pytest.approx(100 * 3 / 7 / 2)  # of two values
 
 
 def test_pool_measures():
     rows = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [4, 3, 2, 1]])
     known = KnownRows(torch.tensor([[4, 3, 2, 1], [9, 9, 9, 9], [4, 3, 2, 1]]))
-    found = {item.metric: item for item in measure_rows(rows, known)}
-    assert found["duplicates"].value == pytest.approx(40)
-    assert found["copied"].value == pytest.approx(20) and found["copied"].stderr == pytest.approx(100 * 0.4 / 5**0.5)
-    assert found["pool_distinct_1"].value == pytest.approx(40)
-    assert found["pool_distinct_3"].value == pytest.approx(60)
-    assert found["distinct_3"].value == 100 and found["repetition"].value == 0
+    measures = {item.metric: item for item in measure_rows(rows, known)}
+    assert measures["duplicates"].value == pytest.approx(40)
+    assert measures["copied"].value == pytest.approx(20) and measures["copied"].stderr == pytest.approx(
+        100 * 0.4 / 5**0.5
+    )
+    assert measures["pool_distinct_1"].value == pytest.approx(40)
+    assert measures["pool_distinct_3"].value == pytest.approx(60)
+    assert measures["distinct_3"].value == 100 and measures["repetition"].value == 0
 
 
 def test_rows_too_short_for_runs():

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from emoe.figures.base import save
-from emoe.figures.panels import heat_maps, histogram, histogram_grid, image_lines, mosaic, texts, truth_first
+from emoe.figures.panels import as_images, heat_maps, histogram, histogram_grid, image_lines, mosaic, texts
+from emoe.types import TokenSpace
 
 
 def test_histogram_drops_nothing_but_masks() -> None:
@@ -30,10 +32,6 @@ def test_grid_of_histograms_leaves_missing_cells_blank(tmp_path: Path) -> None:
         histogram_grid({}, 50)
 
 
-def test_real_data_come_first() -> None:
-    assert list(truth_first(dict.fromkeys(["MDLM", "VADD", "Ground truth"]))) == ["Ground truth", "MDLM", "VADD"]
-
-
 def test_a_mosaic_puts_images_line_by_line() -> None:
     images = np.zeros((5, 3, 3), np.uint8)
     images[0, 0, 2], images[1, 1, 1], images[4] = 1, 2, 1
@@ -49,9 +47,14 @@ def test_a_mosaic_puts_images_line_by_line() -> None:
     assert shades.count() == 5 * 9
 
 
+def test_rows_as_square_images() -> None:
+    assert as_images(torch.arange(8).reshape(2, 4)).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    with pytest.raises(ValueError, match="rows of 8 pixels are no square images"):
+        as_images(torch.zeros(1, 8, dtype=torch.long))
+
+
 def test_heat_maps_lines_of_images_and_texts() -> None:
-    cells = np.ma.masked_equal(np.arange(200).reshape(100, 2), 3)
-    (axis,) = heat_maps({"x": cells}, 5).axes
+    (axis,) = heat_maps({"x": torch.arange(200).reshape(100, 2)}, TokenSpace(size=200, mask_id=3, length=2)).axes
     assert axis.images[0].get_array().shape == (64, 2) and axis.images[0].get_array().mask.sum() == 1
     (axis,) = image_lines(np.zeros((2, 3, 4, 4), np.uint8), {"given": 0, "kept": 1}).axes
     assert axis.images[0].get_array().shape == (11, 16) and list(axis.get_xticks()) == [2.5, 7.5]

@@ -1,3 +1,18 @@
 """Data, metrics and figures: one module per domain, named after its kind unless it is listed here."""
 
+from pathlib import Path
+from typing import ClassVar
+
 KINDS = {"mnist": "images", "digits": "images", "text": "text.data"}
+
+
+class DataError(ValueError):
+    """Data that cannot be used, with the position of the fault and the remedy."""
+
+    exit_code: ClassVar[int] = 3
+
+
+def check_file(path: Path, remedy: str) -> None:
+    """Raise a `DataError` that ends with the remedy unless there is such a file."""
+    if not path.is_file():
+        raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; {remedy}")

@@ -16,7 +16,9 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from emoe.config import ConfigError, Family
+from emoe.domains import DataError as DataError
 from emoe.domains.metrics import VALIDITY_ROWS, support_radius
+from emoe.domains.reading import read_given, read_positions
 from emoe.figures import panels
 from emoe.figures.base import save
 from emoe.rng import derive_seed
@@ -26,12 +28,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Ink = Literal["auto", "dark", "light"]
-
-
-class DataError(ValueError):
-    """Data that cannot be used, with the position of the fault and the remedy."""
-
-    exit_code: ClassVar[int] = 3
+Rows = Int[Tensor, "n L"]
+Given = Int[Tensor, "m L"]
+Pools = Mapping[str, Int[Tensor, "_n L"]]  # name -> samples
+Completions = Int[Tensor, "m n L"]  # n of each of m rows
 
 
 class Domain(ABC):
@@ -45,11 +45,11 @@ class Domain(ABC):
     mapped: ClassVar[bool] = False  # rows stay on the disk, only batches are copied to the device
 
     @abstractmethod
-    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
+    def fresh(self, n: int, seed: int) -> Rows:
         """`n` rows that were not trained on, drawn by `seed`."""
 
     @abstractmethod
-    def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
+    def measure(self, samples: Rows, seed: int = 0) -> list[Measurement]:
         """All metrics of a pool of samples; `seed` picks the fresh rows they are compared with."""
 
     @property
@@ -73,26 +73,25 @@ class Domain(ABC):
         """The training batch of every step, as a function of the step."""
         return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world, mapped=self.mapped)
 
-    def figure(self, pools: Mapping[str, Int[Tensor, "_n L"]], *, title: str = "") -> Figure:
+    def figure(self, pools: Pools, *, title: str = "") -> Figure:
         """Pools side by side, real data first: histograms of rows of two tokens, else heat maps of the first rows."""
-        pools = panels.truth_first(pools)
         if self.space.length == 2:
-            pairs = {name: rows.cpu().numpy() for name, rows in pools.items()}
-            return panels.histograms(pairs, self.space.size - 1, title=title)
+            pairs = {name: rows.cpu() for name, rows in pools.items()}
+            return panels.histogram_grid({"": pairs}, self.space.size - 1, title=title)
         maps = {name: self.heat_map(rows[: panels.MOST_ROWS].cpu()) for name, rows in pools.items()}
-        return panels.heat_maps(maps, self.space.size - 2, title=title)
+        return panels.heat_maps(maps, self.space, title=title)
 
-    def heat_map(self, rows: Int[Tensor, "n L"]) -> np.ndarray:
-        """Cells of a heat map of rows; masked cells stay white."""
-        return rows.numpy()
+    def heat_map(self, rows: Rows) -> Rows:
+        """Rows as a heat map shows them."""
+        return rows
 
-    def picture(self, pools: Mapping[str, Int[Tensor, "_n L"]], path: Path, *, title: str = "") -> None:
-        """Write the figure of pools (name -> samples) into an image file."""
+    def picture(self, pools: Pools, path: Path, *, title: str = "") -> None:
+        """Write the figure of pools into an image file."""
         save(self.figure(pools, title=title), path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
+class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "reading")):
     """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows.
 
     The other methods read and write rows. They need the config alone, so a trained model draws and completes rows on a
@@ -109,40 +108,36 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics")):
         """Rows as text, one line each: their tokens, or words."""
         return [" ".join(map(str, row)) for row in rows.tolist()]
 
-    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
         """Rows to be completed, with the mask where a token is wanted: from a file, or written out as `12,?`."""
-        from emoe.domains.rows.given import read_given
-
         if ink != "auto":
             raise ConfigError([f"ink: is for images, but {self.kind!r} has none; leave it out"])
         return read_given(source, space)
 
     def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
         """Positions that keep their tokens: `0-9,20`, or none."""
-        from emoe.domains.rows.given import read_positions
-
         return read_positions(text, space.length)
 
-    def completion_figure(
-        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace
-    ) -> Figure:
+    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
         """The rows as they were read, the tokens that were kept, and the completions, a line for each completion."""
-        pools = completion_pools(rows, given, samples).items()
-        masked = {name: np.ma.masked_equal(pool.cpu().numpy(), space.mask_id) for name, pool in pools}
-        return panels.heat_maps(masked, max(token for token in range(space.size) if token != space.mask_id))
+        return panels.heat_maps(completion_pools(rows, given, samples), space)
 
 
-def completion_pools(
-    rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"]
-) -> dict[str, Int[Tensor, "mn L"]]:
+def completion_pools(rows: Given, given: Given, samples: Completions) -> Pools:
     """Given rows, kept tokens and completions as pools of equal length."""
-    repeated = [rows.repeat_interleave(samples.shape[1], 0), given.repeat_interleave(samples.shape[1], 0)]
-    return dict(zip(("given", "kept", "completions"), [*repeated, samples.flatten(0, 1)], strict=True))
+    n = samples.shape[1]
+    repeated = {"given": rows.repeat_interleave(n, 0), "kept": given.repeat_interleave(n, 0)}
+    return repeated | {"completions": samples.flatten(0, 1)}
 
 
 def random_state(seed: int) -> np.random.RandomState:
     """A generator whose stream NumPy has promised never to change, seeded with all 63 bits."""
     return np.random.RandomState(np.random.MT19937(seed))
+
+
+def permutation(n: int, *stream: object) -> Int[Tensor, " n"]:
+    """A random order of n rows, from the random stream of that name."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed(*stream)))
 
 
 class SplitDomain(Domain):
@@ -151,7 +146,7 @@ class SplitDomain(Domain):
     test_rows: Integer[Tensor, "M L"]
     stream: ClassVar[str]  # of random numbers for `fresh`
 
-    def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
+    def fresh(self, n: int, seed: int) -> Rows:
         """`n` of the held-out rows, drawn by `seed` without replacement."""
         rows = self.test_rows
         if n > len(rows):  # repeating rows would make errors look smaller than they are
@@ -159,8 +154,7 @@ class SplitDomain(Domain):
                 f"{self.name}: {n:,} rows that were not trained on are asked for, but the held-out split has "
                 f"{len(rows):,}; ask for at most that many (emoe eval --rows {len(rows)})"
             )
-        generator = torch.Generator().manual_seed(derive_seed(self.stream, "fresh", seed))
-        return rows[torch.randperm(len(rows), generator=generator)[:n]].long()
+        return rows[permutation(len(rows), self.stream, "fresh", seed)[:n]].long()
 
 
 class ShuffledRows:
@@ -171,38 +165,23 @@ class ShuffledRows:
     """
 
     def __init__(
-        self,
-        rows: Integer[Tensor, "N L"],
-        batch: int,
-        seed: int,
-        *,
-        device: torch.device | str = "cpu",
-        rank: int = 0,
-        world: int = 1,
-        mapped: bool = False,
-    ):
+        self, rows: Integer[Tensor, "N L"], batch: int, seed: int, *, device: torch.device | str = "cpu",
+        rank: int = 0, world: int = 1, mapped: bool = False,
+    ):  # fmt: skip
         if batch % world:
             raise ValueError(f"train.batch: {batch} rows cannot be split evenly over {world} ranks")
         dtype = torch.uint8 if rows.dtype == torch.uint8 else torch.long
         self.rows, self.device = rows if mapped else rows.to(device=device, dtype=dtype), torch.device(device)
         self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
-        self._orders: dict[int, Tensor] = {}
+        self._order = functools.lru_cache(maxsize=2)(self._shuffle)
 
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", epoch))
-            order = torch.randperm(len(self.rows), generator=generator).to(self.rows.device)
-            self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1} | {epoch: order}
-        return self._orders[epoch]
+    def _shuffle(self, epoch: int) -> Int[Tensor, " N"]:
+        return permutation(len(self.rows), self.seed, "data", epoch).to(self.rows.device)
 
     def __call__(self, step: int) -> Int[Tensor, "B L"]:
         """Rows of step h for this rank."""
-        count = self.batch // self.world
+        count, n = self.batch // self.world, len(self.rows)
         start = step * self.batch + self.rank * count
-        parts = []
-        while count:
-            epoch, first = divmod(start, len(self.rows))
-            part = self._order(epoch)[first : first + count]
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return self.rows[parts[0] if len(parts) == 1 else torch.cat(parts)].long().to(self.device)
+        epochs = range(start // n, -(-(start + count) // n))
+        parts = [self._order(epoch)[max(0, start - epoch * n) : start + count - epoch * n] for epoch in epochs]
+        return self.rows[torch.cat(parts)].long().to(self.device)

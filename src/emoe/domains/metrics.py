@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,42 +19,37 @@ OVERLAP_ROWS = 20_000  # rows on each side of an overlap
 MOST_PAIRS = 120  # all position pairs up to L = 16
 RESAMPLES = 20  # bootstrap draws behind the standard error of an overlap
 
+Rows = Int[Tensor, "n L"]
+Other = Int[Tensor, "m L"]
+Picked = Int[np.ndarray, " n"] | slice
 
-def nearest_distance(
-    points: Int[Tensor, "n L"], support: Int[Tensor, "m L"], *, skip_self: bool = False, chunk: int = 1_000
-) -> Float[Tensor, " n"]:
-    """min over x in support of ||point - x||_2, every row read as a vector of token indices.
 
-    |a|^2 + |b|^2 - 2 ab is evaluated in float64, where sums of products of token ids are exact whole numbers: a
-    distance of 0 comes out as 0, which the radius r = 0 of the toy densities depends on. With `skip_self` row i of
-    both is the same row and not its own neighbour (an equal row elsewhere is). `chunk` bounds the memory.
+def nearest_distance(points: Rows, support: Other, rank: int = 1) -> Float[Tensor, " n"]:
+    """Distance ||point - x||_2 of each point to the nearest x in the support, or to that of another rank.
+
+    Rows are read as vectors of token indices. |a|^2 + |b|^2 - 2 ab is evaluated in float64, where sums of products of
+    token ids are exact whole numbers: a distance of 0 comes out as 0, which the radius r = 0 of the toy densities
+    depends on.
     """
     a, b = points.cpu().double(), support.cpu().double()
-    norms = b.square().sum(1)
-    nearest = []
-    for start in range(0, len(a), chunk):
-        part = a[start : start + chunk]
-        squared = part.square().sum(1, keepdim=True) + norms - 2.0 * part @ b.T
-        if skip_self:
-            squared[torch.arange(len(part)), torch.arange(start, start + len(part))] = torch.inf
-        nearest.append(squared.min(1).values.sqrt())
-    return torch.cat(nearest)
+    squared = a.square().sum(1, keepdim=True) + b.square().sum(1) - 2.0 * a @ b.T
+    return squared.kthvalue(rank, dim=1).values.sqrt()
 
 
-def support_radius(support: Int[Tensor, "m L"], percentile: float = 90.0) -> float:
-    """r of Eq. 39: a percentile of the nearest-neighbour distances within the support; 0 for a single row."""
+def support_radius(support: Other) -> float:
+    """r of Eq. 39: the 90th percentile of the nearest-neighbour distances within the support; 0 for a single row."""
     if len(support) < 2:
         return 0.0
-    return float(np.percentile(nearest_distance(support, support, skip_self=True).numpy(), percentile))
+    return float(np.percentile(nearest_distance(support, support, rank=2), 90))  # the row itself has rank 1
 
 
-def validity(samples: Int[Tensor, "n L"], support: Int[Tensor, "m L"], radius: float) -> Measurement:
+def validity(samples: Rows, support: Other, radius: float) -> Measurement:
     """Eq. 39 for the first 3,000 samples: 100/n * #{i : min_x ||sample_i - x||_2 <= r}."""
     samples = not_empty(samples)[:VALIDITY_ROWS]
     return proportion("validity", nearest_distance(samples, support) <= radius)
 
 
-def overlap(samples: Int[Tensor, "n L"], data: Int[Tensor, "m L"], seed: int = 0) -> Measurement:
+def overlap(samples: Rows, data: Other, seed: int = 0) -> Measurement:
     """100 * (1 - TV) between two equally large pools, each a histogram over whole rows.
 
     TV = 1/2 * sum over rows x of |count_samples(x) - count_data(x)| / n. Unlike validity it shows missing modes. Two
@@ -63,7 +59,7 @@ def overlap(samples: Int[Tensor, "n L"], data: Int[Tensor, "m L"], seed: int = 0
     return _overlap("overlap", ids.numpy()[None], len(samples), seed)
 
 
-def pair_overlap(samples: Int[Tensor, "n L"], data: Int[Tensor, "m L"], seed: int = 0) -> Measurement:
+def pair_overlap(samples: Rows, data: Other, seed: int = 0) -> Measurement:
     """Mean over position pairs (i, j) of 100 * (1 - TV) between the laws of (x_i, x_j).
 
     Whole rows of a long sequence hardly ever repeat, so their overlap says nothing; pairs do repeat, and they show
@@ -87,7 +83,7 @@ def position_pairs(length: int, seed: int) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def not_empty(samples: Int[Tensor, "n L"]) -> Int[Tensor, "n L"]:
+def not_empty(samples: Rows) -> Rows:
     """The samples, of which there must be some."""
     if not len(samples):
         raise ValueError("there are no samples to measure")
@@ -106,13 +102,12 @@ def mean(metric: str, values: Float[Tensor, " n"]) -> Measurement:
     return Measurement(metric, values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else None, n)
 
 
-def _overlap(name: str, ids: Int[np.ndarray, "pairs both"], n: int, seed: int) -> Measurement:
-    """Mean overlap over the rows of `ids` (cells of the samples, then of the data), with its bootstrap error.
+def _overlap(metric: str, ids: Int[np.ndarray, "pairs both"], n: int, seed: int) -> Measurement:
+    """Mean overlap over the rows of `ids` (cells of the samples, then of the data)."""
+    if ids.shape[1] != 2 * n:
+        raise ValueError(f"{metric}: {n} samples against {ids.shape[1] - n} data rows; take equally many")
 
-    Whole rows are drawn again, the same for every pair: pairs share rows, so their errors are correlated.
-    """
-
-    def value(samples: Int[np.ndarray, " n"] | slice, data: Int[np.ndarray, " n"] | slice) -> float:
+    def value(samples: Picked, data: Picked) -> float:
         shares = []
         for cells in ids:
             size = int(cells.max()) + 1
@@ -120,8 +115,14 @@ def _overlap(name: str, ids: Int[np.ndarray, "pairs both"], n: int, seed: int) -
             shares.append(np.minimum(*counts).sum() / n)  # 1 - TV of histograms of equal mass
         return 100 * float(np.mean(shares))
 
-    if ids.shape[1] != 2 * n:
-        raise ValueError(f"{name}: {n} samples against {ids.shape[1] - n} data rows; take equally many")
+    return bootstrap(metric, value, n, seed, sides=2)
+
+
+def bootstrap(metric: str, value: Callable[..., float], n: int, seed: int, *, sides: int = 1) -> Measurement:
+    """`value` of all n rows of each side, with its standard deviation over 20 draws of whole rows.
+
+    All positions of a row are drawn together: they share rows, so their errors are correlated.
+    """
     draw = np.random.default_rng(seed)
-    resampled = [value(draw.integers(n, size=n), draw.integers(n, size=n)) for _ in range(RESAMPLES)]
-    return Measurement(name, value(slice(None), slice(None)), float(np.std(resampled, ddof=1)), n)
+    resampled = [value(*(draw.integers(n, size=n) for _ in range(sides))) for _ in range(RESAMPLES)]
+    return Measurement(metric, value(*[slice(None)] * sides), float(np.std(resampled, ddof=1)), n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,33 +27,26 @@ def canvas(width: float, height: float, *, title: str = "", dpi: int = DPI) -> F
     return figure
 
 
-def legend_below(figure: Figure, *, columns: int = 6) -> None:
+def legend_below(figure: Figure) -> None:
     """One legend for all panels, below them; equal labels appear once."""
-    entries: dict[str, Any] = {}
-    for panel in figure.axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
+    entries = dict(pair[::-1] for axis in figure.axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
     if entries:
+        columns = min(6, len(entries))
         figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside lower center",
-            ncols=min(columns, len(entries)),
-            fontsize=8,
-            frameon=False,
-        )
+            [*entries.values()], [*entries], loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+        )  # fmt: skip
 
 
-def save(figure: Figure, path: Path, *, dpi: int | None = None) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write an image whose format is the ending of its name; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
-        figure.savefig(path, dpi=dpi or "figure")
+        figure.savefig(path, dpi="figure")
 
 
-def png(figure: Figure, *, dpi: int | None = None) -> bytes:
+def png(figure: Figure) -> bytes:
     """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi or "figure")
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()

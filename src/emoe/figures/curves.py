@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -40,31 +42,30 @@ class Panel:
     levels: Mapping[str, float] = field(default_factory=dict)
 
 
-def draw(panels: Sequence[Sequence[Panel]], *, width: float = 4.0, height: float = 3.2, title: str = "") -> Figure:
+def draw(panels: Sequence[Sequence[Panel]], *, width: float = 4.0, height: float = 3.2) -> Figure:
     """A grid of panels with one legend below; rows may have different lengths."""
     columns = max(map(len, panels))
-    figure = canvas(width * columns, height * len(panels) + 0.3, title=title)
+    figure = canvas(width * columns, height * len(panels) + 0.3)
     axes = figure.subplots(len(panels), columns, squeeze=False)
     for line, row in zip(axes, panels, strict=True):
-        for axis in line[len(row) :]:
-            axis.set_axis_off()
-        for axis, panel in zip(line, row, strict=False):
-            draw_panel(axis, panel)
+        for axis, panel in itertools.zip_longest(line, row):
+            if panel is None:
+                axis.set_axis_off()
+            else:
+                _draw_panel(axis, panel)
     legend_below(figure)
     return figure
 
 
-def draw_panel(axis: Any, panel: Panel) -> None:
-    """Fill one matplotlib axis."""
+def _draw_panel(axis: Any, panel: Panel) -> None:
     for number, (label, curve) in enumerate(panel.curves.items()):
-        points = thin(curve.points)
+        points = _thin(curve.points)
         if not points:
             continue
         errors = [error or 0.0 for error in curve.errors] if len(points) == len(curve.errors) else None
         axis.errorbar(
-            [x for x, _ in points], [y for _, y in points], yerr=errors, label=label, linestyle=curve.style,
-            color=curve.colour or CYCLE[number % len(CYCLE)], linewidth=1.2, capsize=2,
-            marker="o" if len(points) <= 12 else None, markersize=3.5,
+            *zip(*points, strict=True), yerr=errors, label=label, linestyle=curve.style, linewidth=1.2, capsize=2,
+            color=curve.colour or CYCLE[number % len(CYCLE)], marker="o" if len(points) <= 12 else None, markersize=3.5,
         )  # fmt: skip
     for label, level in panel.levels.items():
         axis.axhline(level, color=REFERENCE, linestyle="--", linewidth=1, label=label)
@@ -80,23 +81,19 @@ def draw_panel(axis: Any, panel: Panel) -> None:
     axis.grid(color="0.92")
 
 
-def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Finite points, at most about `limit`: means over runs of neighbours, so that no spike is picked by chance."""
+def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Finite points, at most about 300: means over runs of neighbours, so that no spike is picked by chance."""
     finite = [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    size = max(1, math.ceil(len(finite) / limit))
+    size = max(1, math.ceil(len(finite) / MOST_POINTS))
     groups = [finite[start : start + size] for start in range(0, len(finite), size)]
     return [(math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)) for xs, ys in (zip(*g, strict=True) for g in groups)]
 
 
-def read_curve(path: str | Path, key: str, *, x: str = "step") -> list[tuple[float, float]]:
-    """The points (x, key) of a metrics.jsonl file; lines without them, or cut by a crash, are skipped."""
+def read_curve(path: str | Path, key: str) -> list[tuple[float, float]]:
+    """The points (step, key) of a metrics.jsonl file; lines without them, or cut by a crash, are skipped."""
     points = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        here, there = (entry.get(x), entry.get(key)) if isinstance(entry, dict) else (None, None)
-        if isinstance(here, int | float) and isinstance(there, int | float):
-            points.append((float(here), float(there)))
+            points.append((float(entry["step"]), float(entry[key])))
     return points

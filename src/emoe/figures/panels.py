@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, UInt8
+from torch import Tensor
 
-from emoe.figures.base import canvas
+from emoe.figures.base import DPI, canvas
+from emoe.types import TokenSpace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,115 +24,120 @@ MOST_BINS = 128  # finer histograms than this are not visible in a panel
 MOST_ROWS = 64  # rows of a heat map
 MOST_TEXTS, CHARACTERS, LINES = 6, 80, 5  # texts of a panel, characters of a line, lines of a text
 IMAGE_DPI = 200  # of figures of binary images
-SHADES = np.array([0.0, 1.0, 0.5])  # of the tokens 0 (paper), 1 (ink) and 2 (mask)
+SHADES = np.array([0.0, 1.0, 0.5, np.nan])  # of the tokens 0 (paper), 1 (ink) and 2 (mask), and of no token
+
+Pool = TypeVar("Pool")
+Pairs = Integer[Tensor, "_n 2"] | Integer[np.ndarray, "_n 2"]
+Images = Integer[np.ndarray, "n S S"]
 
 
-def truth_first(pools: Mapping[str, Any]) -> dict[str, Any]:
-    """The same pools with real data in front."""
-    return dict(sorted(pools.items(), key=lambda item: item[0].casefold() not in TRUTH))
+def panel_grid(
+    rows: Mapping[str, Mapping[str, Pool]], draw: Callable[[Any, Pool], object], *,
+    inches: tuple[float, float] = (INCHES, INCHES), title: str = "", dpi: int = DPI,
+) -> Figure:  # fmt: skip
+    """A line of panels for each method, one column for each pool, real data first; cells may be missing.
 
-
-def panel_grid(lines: int, columns: int, *, title: str = "") -> tuple[Figure, np.ndarray]:
-    """A figure with a grid of empty square panels."""
-    if not lines or not columns:
+    `draw(axis, pool)` fills a panel of `inches` (width, height).
+    """
+    names = dict.fromkeys(itertools.chain.from_iterable(rows.values()))
+    columns = sorted(names, key=lambda name: name.casefold() not in TRUTH)
+    if not columns:
         raise ValueError("there are no pools to draw")
-    figure = canvas(INCHES * columns + 0.3, INCHES * lines + (0.55 if title else 0.3), title=title)
-    axes = figure.subplots(lines, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[], box_aspect=1)
-        axis.spines[:].set(color="0.75", linewidth=0.6)
-    return figure, axes
+    height = inches[1] * len(rows) + (0.55 if title else 0.3)
+    figure = canvas(inches[0] * len(columns) + 0.3, height, title=title, dpi=dpi)
+    axes = figure.subplots(len(rows), len(columns), squeeze=False)
+    for axis, (line, name) in zip(axes.flat, itertools.product(rows, columns), strict=True):
+        axis.set(xticks=[], yticks=[], title=name * (line == next(iter(rows))), ylabel=line * (name == columns[0]))
+        axis.title.set_fontsize(9)
+        axis.spines[:].set(color="0.75", linewidth=0.6, visible=name in rows[line])
+        if name in rows[line]:
+            draw(axis, rows[line][name])
+    return figure
 
 
-def histogram(pairs: Integer[np.ndarray, "n 2"], size: int) -> Float[np.ndarray, "bins bins"]:
+def histogram(pairs: Pairs, size: int) -> Float[np.ndarray, "bins bins"]:
     """Share of pairs in cell [first token, second token]; beyond 128 tokens neighbours share a bin."""
-    bins = min(size, MOST_BINS)
-    cells = pairs[(pairs < size).all(1)].astype(np.int64) * bins // size
-    counts = np.bincount(cells[:, 0] * bins + cells[:, 1], minlength=bins * bins)
-    return counts.reshape(bins, bins) / max(1, len(pairs))
+    tokens = np.asarray(pairs)
+    first, second = tokens[(tokens < size).all(1)].T
+    counts = np.histogram2d(first, second, min(size, MOST_BINS), range=((0, size), (0, size)))[0]
+    return counts / max(1, len(tokens))
 
 
-def histograms(pools: Mapping[str, Integer[np.ndarray, "_n 2"]], size: int, *, title: str = "") -> Figure:
-    """A row of histograms of token pairs 0..size-1."""
-    return histogram_grid({"": pools}, size, title=title)
-
-
-def histogram_grid(
-    rows: Mapping[str, Mapping[str, Integer[np.ndarray, "_n 2"]]], size: int, *, title: str = ""
-) -> Figure:
-    """A line of histograms for each method, one column for each heading; missing cells stay blank.
+def histogram_grid(rows: Mapping[str, Mapping[str, Pairs]], size: int, *, title: str = "") -> Figure:
+    """Histograms of tokens 0..size-1: a line for each method, a column for each pool.
 
     All have one colour scale, the square root of the share: a linear scale hides samples off the support, a
     logarithmic one shows a single sample like a mode.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
-    figure, axes = panel_grid(len(rows), len(columns), title=title)
-    shares = [[histogram(cells[name], size) if name in cells else None for name in columns] for cells in rows.values()]
-    top = max(float(share.max()) for line in shares for share in line if share is not None)
+    shares = {line: {name: histogram(pairs, size) for name, pairs in pools.items()} for line, pools in rows.items()}
+    top = max((float(share.max()) for pools in shares.values() for share in pools.values()), default=0.0)
     scale = PowerNorm(0.5, vmin=0.0, vmax=top or 1.0, clip=True)
     # The lightest blue differs from white: a single sample off the support must be visible.
     blues = LinearSegmentedColormap.from_list("rows", ["#dbe8f4", "#4a90c4", "#08306b"])
-    for axis, share in zip(axes.flat, (share for line in shares for share in line), strict=True):
-        if share is None:
-            axis.set_axis_off()
-        else:  # the first token runs to the right, the second upwards
-            axis.imshow(
-                np.ma.masked_equal(share.T, 0.0), origin="lower", norm=scale, cmap=blues, interpolation="nearest"
-            )
-    for axis, name in zip(axes[0], columns, strict=True):
-        axis.set_title(name, fontsize=9)
-    for line, method in zip(axes, rows, strict=True):
-        line[0].text(-0.06, 0.5, method, fontsize=9, rotation=90, ha="right", va="center", transform=line[0].transAxes)
-    return figure
+
+    def draw(axis: Any, share: np.ndarray) -> None:  # the first token runs to the right, the second upwards
+        shown = np.ma.masked_equal(share.T, 0.0)
+        axis.imshow(shown, origin="lower", norm=scale, cmap=blues, interpolation="nearest")
+
+    return panel_grid(shares, draw, title=title)
 
 
-def heat_maps(pools: Mapping[str, np.ndarray], top: int, *, title: str = "") -> Figure:
-    """The first 64 rows of each pool, a line each, with colours for the tokens 0..top; masked cells stay white."""
-    figure, axes = panel_grid(1, len(pools), title=title)
-    for axis, (name, rows) in zip(axes[0], pools.items(), strict=True):
-        axis.imshow(
-            rows[:MOST_ROWS], aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=max(1, top)
-        )  # fmt: skip
-        axis.set_title(name, fontsize=9)
-    return figure
+def heat_maps(pools: Mapping[str, Integer[Tensor, "_n L"]], space: TokenSpace, *, title: str = "") -> Figure:
+    """The first 64 rows of each pool, a line each, with colours for tokens; masked positions stay white."""
+
+    def draw(axis: Any, rows: Integer[Tensor, "_n L"]) -> None:
+        cells = np.ma.masked_equal(rows[:MOST_ROWS].cpu().numpy(), space.mask_id)
+        axis.imshow(cells, aspect="auto", interpolation="nearest", vmin=0, vmax=space.size - 1)
+
+    return panel_grid({"": pools}, draw, title=title)
 
 
-def mosaic(
-    images: Integer[np.ndarray, "n S S"], columns: int, lines: int | None = None
-) -> Float[np.ma.MaskedArray, "H W"]:
-    """The first lines * columns images, row by row, as shades 0 (paper) to 1 (ink), masked pixels 0.5.
-
-    Lines one pixel wide between images, around them, and the cells of missing images are masked in NumPy's sense.
-    """
-    step, lines = images.shape[1] + 1, lines or columns
-    shown = np.ma.array(np.zeros((lines * step + 1, columns * step + 1)), mask=True)  # masked_all holds random numbers
-    for number, image in enumerate(images[: lines * columns]):
-        top, left = (1 + step * i for i in divmod(number, columns))
-        shown[top : top + step - 1, left : left + step - 1] = SHADES[image]
-    return shown
+def side_of(length: int) -> int:
+    """The edge of a square image of so many pixels."""
+    side = math.isqrt(length)
+    if side * side != length:
+        raise ValueError(f"rows of {length} pixels are no square images")
+    return side
 
 
-def show_mosaic(axis: Any, shades: np.ma.MaskedArray) -> None:
+def as_images(rows: Integer[Tensor, "n L"]) -> UInt8[np.ndarray, "n S S"]:
+    """Rows as square images, values unchanged."""
+    side = side_of(rows.shape[1])
+    return rows.cpu().numpy().astype(np.uint8).reshape(-1, side, side)
+
+
+def tile(images: Images, columns: int, lines: int, *, empty: int) -> Integer[np.ndarray, "H W"]:
+    """The first lines * columns images, line by line; between and around them, and where one is missing, is `empty`."""
+    count, side = lines * columns, images.shape[1] + 1
+    cells = np.full((count, side, side), empty, images.dtype)
+    cells[: len(images), 1:, 1:] = images[:count]
+    grid = cells.reshape(lines, columns, side, side).swapaxes(1, 2).reshape(lines * side, columns * side)
+    return np.pad(grid, ((0, 1), (0, 1)), constant_values=empty)
+
+
+def mosaic(images: Images, columns: int, lines: int | None = None) -> Float[np.ma.MaskedArray, "H W"]:
+    """Tiles in shades 0 (paper) to 1 (ink), masked pixels 0.5; lines between images are masked in NumPy's sense."""
+    return np.ma.masked_invalid(SHADES[tile(images, columns, lines or columns, empty=len(SHADES) - 1)])
+
+
+def show_mosaic(axis: Any, shades: np.ma.MaskedArray) -> Any:
     """Draw a mosaic: ink is black, lines between images are light grey."""
     from matplotlib import colormaps
 
     colours = colormaps["gray_r"].with_extremes(bad="0.85")
-    axis.imshow(shades, cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+    return axis.imshow(shades, cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
 
 
-def mosaics(pools: Mapping[str, Integer[np.ndarray, "_n S S"]], *, title: str = "") -> Figure:
-    """A row of mosaics of 8 x 8 images where every pool has that many, otherwise of 4 x 4."""
-    if not pools:
-        raise ValueError("there are no pools to draw")
-    edge, inches = (8, 3.2) if min(map(len, pools.values())) >= 64 else (4, 1.8)
-    figure = canvas(inches * len(pools) + 0.2, inches + (0.6 if title else 0.35), title=title, dpi=IMAGE_DPI)
-    for axis, (name, images) in zip(figure.subplots(1, len(pools), squeeze=False)[0], pools.items(), strict=True):
+def mosaics(pools: Mapping[str, Images], *, title: str = "") -> Figure:
+    """Mosaics of 8 x 8 images where every pool has that many, otherwise of 4 x 4."""
+    edge, inches = (8, 3.2) if min(map(len, pools.values()), default=0) >= 64 else (4, 1.8)
+
+    def draw(axis: Any, images: Images) -> None:
         show_mosaic(axis, mosaic(images, edge))
-        axis.set_title(name, fontsize=9)
-        axis.set_axis_off()
-    return figure
+
+    return panel_grid({"": pools}, draw, inches=(inches, inches), title=title, dpi=IMAGE_DPI)
 
 
 def image_lines(images: Integer[np.ndarray, "lines columns S S"], headings: Mapping[str, float]) -> Figure:
@@ -138,24 +147,18 @@ def image_lines(images: Integer[np.ndarray, "lines columns S S"], headings: Mapp
     axis = figure.subplots()
     show_mosaic(axis, mosaic(images.reshape(-1, side, side), columns, lines))
     axis.set_xticks([(column + 0.5) * (side + 1) for column in headings.values()], list(headings), fontsize=9)
-    axis.xaxis.tick_top()
-    axis.tick_params(length=0)
-    axis.set_yticks([])
+    axis.tick_params(length=0, left=False, labelleft=False, labeltop=True, labelbottom=False)
     axis.spines[:].set_visible(False)
     return figure
 
 
 def texts(pools: Mapping[str, list[str]], *, title: str = "") -> Figure:
     """The beginnings of the first 6 texts of each pool."""
-    figure, axes = panel_grid(1, len(pools), title=title)
-    figure.set_size_inches(4.2 * len(pools), 0.11 * MOST_TEXTS * (LINES + 1) + (0.6 if title else 0.4))
-    for axis, (name, pool) in zip(axes[0], pools.items(), strict=True):
+
+    def draw(axis: Any, pool: list[str]) -> None:
         shown = "\n\n".join("\n".join(textwrap.wrap(text, CHARACTERS)[:LINES]) for text in pool[:MOST_TEXTS])
-        label = axis.text(
-            0.01, 0.99, shown.replace("$", r"\$"),  # a pair of dollars would be a formula
-            va="top", fontsize=6, family="monospace", transform=axis.transAxes,
-        )  # fmt: skip
-        label.set_in_layout(False)
-        axis.set_title(name, fontsize=9)
-        axis.set_box_aspect(None)
-    return figure
+        shown = shown.replace("$", r"\$")  # a pair of dollars would be a formula
+        style = {"va": "top", "fontsize": 6, "family": "monospace", "transform": axis.transAxes}
+        axis.text(0.01, 0.99, shown, **style).set_in_layout(False)
+
+    return panel_grid({"": pools}, draw, inches=(4.2, 0.11 * MOST_TEXTS * (LINES + 1)), title=title)

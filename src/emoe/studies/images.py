@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,16 +170,11 @@ def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, pa
 
 def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
     """A line of panels for each method (label -> column -> images), each with its first 4 x 4 images."""
-    columns = list(dict.fromkeys(name for cells in rows.values() for name in cells))
-    nothing = next(iter(next(iter(rows.values())).values()))[:0]
-    figure, axes = panel_grid(len(rows), len(columns))
-    for line, (label, cells) in zip(axes, rows.items(), strict=True):
-        line[0].set_ylabel(label, fontsize=9)
-        for axis, name in zip(line, columns, strict=True):
-            show_mosaic(axis, mosaic(cells.get(name, nothing), EDGE))
-    for axis, name in zip(axes[0], columns, strict=True):
-        axis.set_title(name, fontsize=9)
-    save(figure, path, dpi=IMAGE_DPI)
+
+    def draw_cell(axis: Any, images: UInt8[np.ndarray, "_n S S"]) -> None:
+        show_mosaic(axis, mosaic(images, EDGE))
+
+    save(panel_grid(rows, draw_cell, dpi=IMAGE_DPI), path)
 
 
 def curves(results: Results, path: Path) -> None:

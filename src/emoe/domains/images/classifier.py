@@ -18,6 +18,7 @@ from torch.nn import functional as F
 FOLDER = Path(__file__).with_name("classifiers")
 SIDES = {"mnist": 32, "digits": 8}
 CLASSES, FEATURES, CHANNELS = 10, 64, (16, 32)
+BATCH = 1_000
 
 
 class Classifier(nn.Module):
@@ -31,8 +32,6 @@ class Classifier(nn.Module):
 
     def __init__(self, side: int):
         super().__init__()
-        if side < 4 or side % 4:
-            raise ValueError(f"side: the classifier halves images twice and needs a multiple of 4, got {side}")
         self.side = side
         self.pooled = side if side <= 8 else side // 2  # after the first convolution
         first, second = CHANNELS
@@ -55,14 +54,12 @@ class Classifier(nn.Module):
         return F.relu(self.hidden(maps))
 
     @torch.no_grad()
-    def read(
-        self, rows: Integer[Tensor, "n L"], *, batch: int = 1_000
-    ) -> tuple[Float[Tensor, "n 64"], Float[Tensor, "n 10"]]:
+    def read(self, rows: Integer[Tensor, "n L"]) -> tuple[Float[Tensor, "n 64"], Float[Tensor, "n 10"]]:
         """Features and class probabilities of rows, in float64 on the CPU; smaller images get an empty margin."""
         side = math.isqrt(rows.shape[1])
         margin = (self.side - side) // 2
         features, probabilities = [], []
-        for part in rows.split(batch):
+        for part in rows.split(BATCH):
             images = part.to(self.scale.device).float().reshape(len(part), 1, side, side)
             active = self.activations(self.maps(F.pad(images, (margin,) * 4)))
             features.append((active / self.scale).cpu().double())

@@ -9,76 +9,73 @@ file holds them binarised (value >= 8) and packed, with their labels, in scikit-
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Integer, UInt8
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
-from torch.nn import functional as F
 
 from emoe.config import option
-from emoe.domains.base import DataError, DomainConfig, Ink, SplitDomain, random_state
+from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, random_state
 from emoe.domains.images import files
-from emoe.domains.images.classifier import load_classifier
-from emoe.domains.images.given import read_image, read_region
+from emoe.domains.images.classifier import SIDES, load_classifier
+from emoe.domains.images.given import INNER, OUTER, centred, read_image, read_region
 from emoe.domains.images.metrics import measure_images
-from emoe.domains.rows.given import TYPED
+from emoe.domains.reading import TYPED
 from emoe.figures import panels
+from emoe.figures.panels import as_images, side_of
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MASK = 2
-INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
 INK = 128  # value / 255 > 0.5
 TRAIN_ROWS = 60_000  # of MNIST
 DIGITS = Path(__file__).with_name("digits.npz")
 DIGITS_TESTED = 30  # images of each class in the test split
 MOST = 8  # lines, and completions in a line, of a figure of completions
 
+Pixels = UInt8[Tensor, "_N L"]
+Classes = Int[Tensor, " _N"]
+
 
 class Images(SplitDomain):
-    """Binary images with a fixed test split; rows are kept as uint8, batches and fresh rows are int64."""
+    """Binary images with a fixed test split; rows are kept as uint8, batches and fresh rows are int64.
 
+    Features and classes are measured where a classifier of the task is in the package, and pixels always.
+    """
+
+    task: ClassVar[str] = "images"
     stream: ClassVar[str] = "images"
-    classifier: ClassVar[str] = ""  # name of a classifier of the package; without one measures are those of pixels
 
     def __init__(
-        self,
-        name: str,
-        rows: UInt8[Tensor, "N L"],
-        test_rows: UInt8[Tensor, "M L"],
-        labels: Int[Tensor, " N"] | None = None,
-        test_labels: Int[Tensor, " M"] | None = None,
-    ):
-        self.name, self.side = name, side_of(rows.shape[1])
-        self.space = TokenSpace(size=MASK + 1, mask_id=MASK, length=rows.shape[1])
-        self.rows, self.labels = rows, labels
-        self.test_rows, self.test_labels, self.fresh_rows = test_rows, test_labels, len(test_rows)
+        self, name: str, rows: Pixels, test_rows: Pixels, labels: Classes | None = None,
+        test_labels: Classes | None = None,
+    ):  # fmt: skip
+        self.name, self.side, self.fresh_rows = name, side_of(rows.shape[1]), len(test_rows)
+        self.rows, self.labels, self.test_rows, self.test_labels = rows, labels, test_rows, test_labels
+        self.space = TokenSpace(size=3, mask_id=2, length=rows.shape[1])
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """Comparison of the samples with the test split, see `emoe.domains.images.metrics`."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        classifier = load_classifier(self.classifier, device) if self.classifier else None
+        classifier = load_classifier(self.task, device) if self.task in SIDES else None
         return measure_images(samples, self.test_rows, self.rows, seed, classifier=classifier, labels=self.test_labels)
 
-    def figure(self, pools: Mapping[str, Int[Tensor, "_n L"]], *, title: str = "") -> Figure:
+    def figure(self, pools: Pools, *, title: str = "") -> Figure:
         """The first 64 (or 16) images of each pool, real data first; ink is black, masked pixels are grey."""
-        return panels.mosaics({name: as_images(rows) for name, rows in panels.truth_first(pools).items()}, title=title)
+        return panels.mosaics({name: as_images(rows) for name, rows in pools.items()}, title=title)
 
 
 class MNIST(Images):
     """MNIST in black and white: 60,000 images to train on, 10,000 to test with."""
 
     task: ClassVar[str] = "mnist"
-    classifier: ClassVar[str] = "mnist"
 
 
 class Digits(Images):
@@ -89,38 +86,28 @@ class Digits(Images):
     """
 
     task: ClassVar[str] = "digits"
-    classifier: ClassVar[str] = "digits"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig(DomainConfig):
     """Square images, which are completed from PNG files."""
 
-    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
         """One image of a .png file, of the model's size or, for a model of 32 x 32, of 28 x 28; or rows of pixels."""
-        side = side_of(space.length)
         if Path(source).suffix.lower() in (".npy", ".csv") or TYPED.fullmatch(source):
             return super().read_given(source, space, ink=ink)
-        bits = read_image(Path(source), side, _inner(side), ink=ink)
+        bits = read_image(Path(source), side_of(space.length), ink=ink)
         return torch.from_numpy(bits.reshape(1, -1)).long()
 
     def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
         """Halves, the centre, the border, none, a .png mask (white stays), or positions, line by line."""
-        side = side_of(space.length)
-        return read_region(text, side, _inner(side))
+        return read_region(text, side_of(space.length))
 
-    def completion_figure(
-        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace
-    ) -> Figure:
+    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
         """One line for each image, the first 8: as it was read, what was kept (the rest is grey), 8 completions."""
         shown = torch.cat([rows[:MOST, None], given[:MOST, None], samples[:MOST, :MOST]], 1)
-        images = shown.unflatten(-1, (side_of(space.length),) * 2).cpu().numpy()
+        images = as_images(shown.flatten(0, 1)).reshape(*shown.shape[:2], *(side_of(space.length),) * 2)
         return panels.image_lines(images, {"given": 0, "kept": 1, "completions": 1 + (images.shape[1] - 1) / 2})
-
-
-def _inner(side: int) -> int | None:
-    """The edge of images without the margin that they were given."""
-    return INNER if side == OUTER else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +126,14 @@ class MNISTConfig(ImagesConfig, kind="mnist"):
     def build(self, seed: int) -> MNIST:
         """Read and check the files."""
         paths = files.find(files.data_root(self.root))
-        (rows, labels), (test_rows, test_labels) = (
-            read_part(paths[images], paths[labels], self.side) for images, labels in (files.TRAIN, files.TEST)
+        rows, labels, test_rows, test_labels = (files.read_idx(paths[name]) for name in files.ORIGINAL)
+        pixels, test_pixels = (
+            torch.from_numpy(centred((greys >= INK).astype(np.uint8), self.side)).flatten(1)
+            for greys in (rows[: self.points], test_rows)
         )
+        classes, test_classes = (torch.from_numpy(x.astype(np.int64)) for x in (labels[: self.points], test_labels))
         name = "mnist" if self.side == OUTER else f"mnist-{self.side}"
-        return MNIST(name, rows[: self.points], test_rows, labels[: self.points], test_labels)
+        return MNIST(name, pixels, test_pixels, classes, test_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,56 +143,9 @@ class DigitsConfig(ImagesConfig, kind="digits"):
     def build(self, seed: int) -> Digits:
         """Unpack and split."""
         with np.load(DIGITS, allow_pickle=False) as archive:
-            rows = unpack_rows(archive["bits"])
+            rows = torch.from_numpy(np.unpackbits(archive["bits"], axis=1))
             labels = torch.from_numpy(archive["labels"].astype(np.int64))
         state, tested = random_state(derive_seed("digits", "split")), torch.zeros(len(labels), dtype=torch.bool)
         for digit in range(10):
             tested[state.permutation(np.flatnonzero(labels == digit))[:DIGITS_TESTED]] = True
         return Digits("digits", rows[~tested], rows[tested], labels[~tested], labels[tested])
-
-
-def read_part(images: Path, labels: Path, side: int) -> tuple[UInt8[Tensor, "N L"], Int[Tensor, " N"]]:
-    """Rows and classes of a training or test part."""
-    for path in (images, labels):
-        files.verify(path)
-    greys, classes = files.read_idx(images), files.read_idx(labels)
-    if greys.shape[1:] != (INNER, INNER):
-        raise DataError(f"{images}: has shape {greys.shape}, not (N, {INNER}, {INNER}); {files.AGAIN}")
-    if classes.shape != greys.shape[:1]:
-        raise DataError(f"{labels}: has shape {classes.shape}, not one label an image; {files.AGAIN}")
-    rows = torch.from_numpy((greys >= INK).astype(np.uint8).reshape(len(greys), -1))
-    return pad(rows) if side == OUTER else rows, torch.from_numpy(classes.astype(np.int64))
-
-
-def side_of(length: int) -> int:
-    """The edge of a square image of so many pixels."""
-    side = math.isqrt(length)
-    if side * side != length:
-        raise ValueError(f"rows of {length} pixels are no square images")
-    return side
-
-
-def as_images(rows: Integer[Tensor, "n L"]) -> UInt8[np.ndarray, "n S S"]:
-    """Rows as square images, values unchanged."""
-    side = side_of(rows.shape[1])
-    return rows.cpu().numpy().astype(np.uint8).reshape(-1, side, side)
-
-
-def pack_rows(rows: Integer[Tensor, "n L"]) -> UInt8[np.ndarray, "n _B"]:
-    """Eight pixels in a byte, the first one in the highest bit."""
-    if rows.shape[1] % 8:
-        raise ValueError(f"rows of {rows.shape[1]} pixels do not fill whole bytes")
-    if ((rows != 0) & (rows != 1)).any():
-        raise ValueError("only pixels 0 and 1 can be packed; unmask the rows first")
-    return np.packbits(rows.cpu().numpy().astype(np.uint8), axis=1)
-
-
-def unpack_rows(packed: UInt8[np.ndarray, "n _B"]) -> UInt8[Tensor, "n L"]:
-    """Inverse of `pack_rows`."""
-    return torch.from_numpy(np.unpackbits(packed, axis=1))
-
-
-def pad(rows: UInt8[Tensor, "n 784"]) -> UInt8[Tensor, "n 1024"]:
-    """28 x 28 pixels with two of paper on every side."""
-    margin = (OUTER - INNER) // 2
-    return F.pad(rows.reshape(-1, INNER, INNER), (margin,) * 4).flatten(1)

@@ -8,29 +8,23 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.client
-import io
-import math
 import os
-import struct
-import zlib
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 
-from emoe.domains.base import DataError
+from emoe.domains import DataError
 from emoe.files import replace_file
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-LARGEST = 2**30  # bytes a file may hold when it is unpacked
-UNSIGNED_BYTE = 0x08  # the only type of an IDX file that images and labels have
 LOCAL = Path("data")  # in the current folder
 TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
 AGAIN = "delete it and download it again: emoe data mnist"
-BY_HAND = "delete it and put a whole copy in its place"
 
 
 class Known(NamedTuple):
@@ -68,8 +62,7 @@ KNOWN: dict[str, Known] = {  # LeCun, Cortes and Burges's own files, without .gz
 
 def data_root(explicit: str | None = None) -> Path | None:
     """The folder that holds data: the one given, else $EMOE_DATA, else ./data where that exists, else None."""
-    named = explicit or os.environ.get("EMOE_DATA")
-    if named:
+    if named := explicit or os.environ.get("EMOE_DATA"):
         return Path(named).expanduser()
     return LOCAL if LOCAL.is_dir() else None
 
@@ -79,99 +72,46 @@ def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
     folders = [] if root is None else [root / "mnist", root]
     paths = {name: [folder / (name + end) for folder in folders for end in (".gz", "")] for name in names}
     whole = {name: [path for path in paths[name] if path.is_file()] for name in names}
-    missing = [name for name in names if not whole[name]]
+    missing = [f"{name}[.gz]" for name in names if not whole[name]]
     if not missing:
         return {name: whole[name][0] for name in names}
     where = f"no data folder is named and ./{LOCAL} does not exist"
     if folders:
         where = "looked in " + ", ".join(map(str, folders))
     raise DataError(
-        f"missing {', '.join(f'{name}[.gz]' for name in missing)}: {where}; name the folder that holds them with "
+        f"missing {', '.join(missing)}: {where}; name the folder that holds them with "
         "--data-root, --domain.root or EMOE_DATA, or download them: emoe data mnist"
     )
 
 
-def verify(path: Path) -> None:
-    """Compare a published file with its known size and checksum; files of other names pass."""
-    known = KNOWN.get(path.name.removesuffix(".gz"))
-    if known is None:
-        return
-    size, sha256 = known[:2] if path.name.endswith(".gz") else known[2:]
+def read_published(path: Path) -> bytes:
+    """The content of a published file, unpacked, once its size and checksum are the known ones."""
+    known, zipped = KNOWN[path.name.removesuffix(".gz")], path.suffix == ".gz"
+    size, sha256 = known[:2] if zipped else known[2:]
     try:
-        with path.open("rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            if length != size:
-                raise DataError(f"{path}: has {length:,} bytes, but the published file has {size:,}; {AGAIN}")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        length = path.stat().st_size
+        if length != size:
+            raise DataError(f"{path}: has {length:,} bytes, but the published file has {size:,}; {AGAIN}")
+        content = path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from None
+        remedy = "delete it and put a whole copy in its place"
+        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); {remedy}") from None
+    digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:
         raise DataError(f"{path}: sha256 is {digest}, but that of the published file is {sha256}; {AGAIN}")
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    if not path.exists():
-        return DataError(f"{path}: does not exist; check the path")
-    return DataError(f"{path}: cannot be read, damaged or cut off ({error}); {BY_HAND}")
+    return gzip.decompress(content) if zipped else content
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """Read an IDX file of bytes, gzipped or not, whatever its name.
+    """The values of a published IDX file.
 
-    Header: two zero bytes, the type (0x08), the number of axes, then the length of each as a big-endian 32-bit
-    number; the values follow, last axis fastest. Never more is unpacked than the header promises and one byte.
+    Header: two zero bytes, the type (0x08: bytes), the number of axes, then the length of each as a big-endian 32-bit
+    number; the values follow, last axis fastest.
     """
-    try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            head = file.read(4)
-            if len(head) < 4 or head[:2] != b"\0\0":
-                raise DataError(f"{path}: is no IDX file, it begins with {head.hex(' ') or 'nothing'}; {BY_HAND}")
-            if head[2] != UNSIGNED_BYTE:
-                raise DataError(f"{path}: holds values of type 0x{head[2]:02x}, not bytes (0x08); save it as uint8")
-            axes = head[3]
-            sizes = file.read(4 * axes)
-            if not axes or len(sizes) < 4 * axes:
-                raise DataError(f"{path}: the header of {axes} axes is cut off; {BY_HAND}")
-            shape = struct.unpack(f">{axes}I", sizes)
-            count = math.prod(shape)
-            if count > LARGEST:
-                raise DataError(f"{path}: the header promises {count:,} bytes, more than {LARGEST:,}; {BY_HAND}")
-            values = file.read(count + 1)
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from None
-    if len(values) < count:
-        raise DataError(f"{path}: holds {len(values):,} values of the {count:,} its header promises; {BY_HAND}")
-    if len(values) > count:
-        raise DataError(f"{path}: goes on after the {count:,} values its header promises; {BY_HAND}")
-    return np.frombuffer(values, np.uint8).reshape(shape)
-
-
-Opener = Callable[[str], io.BufferedIOBase]  # opens an address for reading, as `urllib.request.urlopen` does
-Progress = Callable[[str, int, int], None]  # called with a file's name, the bytes fetched so far and their final number
-
-
-def _urlopen(url: str) -> io.BufferedIOBase:
-    import urllib.request
-
-    return cast(io.BufferedIOBase, urllib.request.urlopen(url, timeout=TIMEOUT))
-
-
-def download_mnist(root: Path, *, fetch: Opener = _urlopen, on_progress: Progress | None = None) -> list[Path]:
-    """Download the four original files into `root`/mnist; files that are whole stay. Returns their paths."""
-    folder = Path(root) / "mnist"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error}); choose another --data-root") from None
-    paths = [folder / f"{name}.gz" for name in ORIGINAL]
-    for path in paths:
-        if not _is_whole(path):
-            _download(path, fetch, on_progress)
-    return paths
+    content = read_published(path)
+    axes = content[3]
+    shape = np.frombuffer(content, ">u4", axes, offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
 def is_complete(root: Path) -> bool:
@@ -184,22 +124,37 @@ def is_complete(root: Path) -> bool:
 
 def _is_whole(path: Path) -> bool:
     try:
-        verify(path)
+        return bool(read_published(path))
     except DataError:
         return False
-    return True
 
 
-def _download(path: Path, fetch: Opener, on_progress: Progress | None) -> None:
+Progress = Callable[[str, int, int], None]  # called with a file's name, the bytes fetched so far and their final number
+
+
+def download_mnist(root: Path, *, on_progress: Progress = lambda *_: None) -> list[Path]:
+    """Download the four original files into `root`/mnist; files that are whole stay. Returns their paths."""
+    folder = Path(root) / "mnist"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error}); choose another --data-root") from None
+    paths = [folder / f"{name}.gz" for name in ORIGINAL]
+    for path in paths:
+        if not _is_whole(path):
+            _download(path, on_progress)
+    return paths
+
+
+def _download(path: Path, on_progress: Progress) -> None:
     url, known, data = MIRROR + path.name, KNOWN[path.stem], bytearray()
     remedy = f"try again later, or put {', '.join(f'{name}.gz' for name in ORIGINAL)} into {path.parent} by hand"
     try:
-        with fetch(url) as source:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as source:
             # One block past the known size is enough to see that the content is another.
             while len(data) <= known.size and (block := source.read(BLOCK)):
                 data += block
-                if on_progress is not None:
-                    on_progress(path.name, len(data), known.size)
+                on_progress(path.name, len(data), known.size)
         if hashlib.sha256(data).hexdigest() != known.sha256:
             what = "another sha256" if len(data) == known.size else f"{len(data):,} bytes in place of {known.size:,}"
             raise DataError(f"{url}: the download is not the published file ({what}); {remedy}")

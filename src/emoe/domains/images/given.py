@@ -6,42 +6,39 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from emoe.config import ConfigError, hint
-from emoe.domains.base import DataError, Ink
-from emoe.domains.rows.given import read_positions
+from emoe.domains import DataError, check_file
+from emoe.domains.base import Ink
+from emoe.domains.reading import read_positions
 
+INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
 HALF = 128  # a grey value from which on a pixel is light
 
+Greys = Float[np.ndarray, "S S"]
 
-def read_image(path: Path, side: int, inner: int | None = None, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
+
+def read_image(path: Path, side: int, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
     """A PNG file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
 
-    Transparent pixels are paper. Images of the edge `inner` get a margin of paper. `ink` auto takes the border's shade
-    for paper, or, where the border is transparent, the shade that most of the rest does not have.
+    Transparent pixels are paper. Images of MNIST get their margin. `ink` auto takes the border's shade for paper, or,
+    where the border is transparent, the shade that most of the rest does not have.
     """
-    grey, alpha = _pixels(path, side, inner)
+    grey, alpha = _pixels(path, side)
     if ink == "auto":
         ink = "dark" if _is_dark_on_light(grey, alpha) else "light"
     shade = 255 - grey if ink == "dark" else grey
-    return _centred((shade * alpha / 255 >= HALF).astype(np.uint8), side, 0)
+    return centred((shade * alpha / 255 >= HALF).astype(np.uint8), side)
 
 
-def read_mask(path: Path, side: int, inner: int | None = None) -> Bool[Tensor, " L"]:
-    """A mask file: white pixels stay, black and transparent ones are wanted; a margin around a smaller mask stays."""
-    grey, alpha = _pixels(path, side, inner)
-    return torch.from_numpy(_centred(grey * alpha / 255 >= HALF, side, True)).flatten()
-
-
-def _pixels(path: Path, side: int, inner: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
     """Grey values and opacity, both 0..255."""
     from PIL import Image, UnidentifiedImageError
 
-    if not path.is_file():
-        raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; give a .png file")
-    edges = [side] if inner is None else [side, inner]
+    check_file(path, "give a .png file")
+    edges = [side, INNER] if side == OUTER else [side]
     sizes = " or ".join(f"{edge} x {edge}" for edge in edges)
     try:
         with Image.open(path, formats=["PNG"]) as image:
@@ -61,7 +58,7 @@ def _pixels(path: Path, side: int, inner: int | None) -> tuple[np.ndarray, np.nd
     return np.asarray(colour.convert("L"), np.float64), np.asarray(colour.getchannel("A"), np.float64)
 
 
-def _is_dark_on_light(grey: np.ndarray, alpha: np.ndarray) -> bool:
+def _is_dark_on_light(grey: Greys, alpha: Greys) -> bool:
     border = np.ones(grey.shape, bool)
     border[1:-1, 1:-1] = False
     solid = alpha >= HALF
@@ -70,14 +67,20 @@ def _is_dark_on_light(grey: np.ndarray, alpha: np.ndarray) -> bool:
     return not solid.any() or bool(np.median(grey[solid]) < HALF)
 
 
-def _centred(values: np.ndarray, side: int, margin: int) -> np.ndarray:
-    return np.pad(values, (side - len(values)) // 2, constant_values=margin)
+def centred(images: np.ndarray, side: int, margin: int = 0) -> np.ndarray:
+    """Images (the last two axes) in the middle of larger ones."""
+    width = (side - images.shape[-1]) // 2
+    return np.pad(images, [(0, 0)] * (images.ndim - 2) + [(width, width)] * 2, constant_values=margin)
 
 
-def read_region(text: str, side: int, inner: int | None = None) -> Bool[Tensor, " L"]:
-    """Pixels that stay: a name of `named_regions`, none, a PNG mask (white stays), or positions, line by line."""
+def read_region(text: str, side: int) -> Bool[Tensor, " L"]:
+    """Pixels that stay: a name of `named_regions`, none, a PNG mask, or positions, line by line.
+
+    White pixels of a mask stay, black and transparent ones are wanted; a margin around a smaller mask stays.
+    """
     if text.lower().endswith(".png"):
-        return read_mask(Path(text), side, inner)
+        grey, alpha = _pixels(Path(text), side)
+        return torch.from_numpy(centred(grey * alpha / 255 >= HALF, side, True)).flatten()
     regions = named_regions(side)
     if text in regions:
         return regions[text].flatten()

@@ -1,4 +1,4 @@
-"""Measures of generated digits against held-out real ones; `docs/images.md` says how each can be gamed.
+"""Measures of generated digits against held-out real ones; `docs/images.md` says how to read them together.
 
 Let f(x) be the 64 features of the classifier of real digits, p(c | x) its probabilities, and B(y) the closed ball
 around f(y) up to its 5th nearest neighbour f(y') of y's own side. Real rows are those of the test split, which neither
@@ -30,47 +30,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
+from torch.nn.functional import one_hot
 
+from emoe.domains.base import permutation
 from emoe.domains.images.classifier import Classifier
 from emoe.domains.metrics import mean, proportion
-from emoe.rng import derive_seed
 from emoe.types import Measurement
 
 REAL_ROWS = 10_000  # real rows at most
 NEIGHBOUR_ROWS = 5_000  # rows on each side of precision, recall, density and coverage at most
 NEIGHBOURS = 5
 FOLDS = 10
+CHUNK = 500  # rows whose distances are in memory
+
+Rows = Integer[Tensor, "n L"]
+Real = Integer[Tensor, "m L"]
+Points = Float[Tensor, "n F"]
+Others = Float[Tensor, "m F"]
 
 
 def measure_images(
-    samples: Integer[Tensor, "n _L"],
-    real: Integer[Tensor, "m L"],
-    trained: Integer[Tensor, "N L"],
-    seed: int,
-    *,
-    classifier: Classifier | None = None,
-    labels: Int[Tensor, " m"] | None = None,
-) -> list[Measurement]:
+    samples: Integer[Tensor, "n _L"], real: Real, trained: Integer[Tensor, "N L"], seed: int, *,
+    classifier: Classifier | None = None, labels: Int[Tensor, " m"] | None = None,
+) -> list[Measurement]:  # fmt: skip
     """All measures of samples against the rows of the test split; those of features need a classifier.
 
     `seed` picks the rows that are compared where there are too many, and the folds behind standard errors.
     """
     _check(samples, real)
-    samples = samples.cpu()[_order(len(samples), seed, "samples")]
-    some = real.cpu()[_order(len(real), seed, "real")[:REAL_ROWS]]
+    samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
+    some = real.cpu()[permutation(len(real), seed, "images", "real")[:REAL_ROWS]]
     measured = [] if classifier is None else of_features(classifier, samples, some, seed)
     if classifier is not None and labels is not None:
         measured.append(proportion("judge_accuracy", classifier.hits(real, labels)))
     return measured + of_pixels(samples, some, trained)
 
 
-def _check(samples: Integer[Tensor, "n _L"], real: Integer[Tensor, "m L"]) -> None:
+def _check(samples: Integer[Tensor, "n _L"], real: Real) -> None:
     if len(samples) < 2:
         raise ValueError(f"{len(samples)} samples cannot be measured; draw at least 2")
     if samples.shape[1] != real.shape[1]:
@@ -83,36 +84,27 @@ def _check(samples: Integer[Tensor, "n _L"], real: Integer[Tensor, "m L"]) -> No
         raise ValueError(f"{len(real)} test rows are too few to compare with")
 
 
-def _order(n: int, seed: int, purpose: str) -> Int[Tensor, " n"]:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed(seed, "images", purpose)))
-
-
-def of_features(
-    classifier: Classifier, samples: Integer[Tensor, "n L"], real: Integer[Tensor, "m L"], seed: int
-) -> list[Measurement]:
+def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) -> list[Measurement]:
     """The measures by a classifier; rows of both sides are in random order."""
-    n, device = len(samples), classifier.scale.device
     features, probabilities = classifier.read(samples)
     real_features, real_probabilities = classifier.read(real)
     confidence = probabilities.max(1)
-    classes = torch.nn.functional.one_hot(confidence.indices, probabilities.shape[1]).double()
-    real_shares = torch.nn.functional.one_hot(real_probabilities.argmax(1), probabilities.shape[1]).double().mean(0)
+    classes = one_hot(confidence.indices, probabilities.shape[1]).double()
+    real_shares = one_hot(real_probabilities.argmax(1), probabilities.shape[1]).double().mean(0)
     entropies = [torch.special.entr(part).sum().item() for part in fold_means(probabilities)]
     distances = [50 * (part - real_shares).abs().sum().item() for part in fold_means(classes)]
-    size = min(n, len(real), NEIGHBOUR_ROWS)
+    size, device = min(len(samples), len(real), NEIGHBOUR_ROWS), classifier.scale.device
     return [
         _frechet(features, real_features),
         *_frechet_real(real_features, seed),
         *neighbour_measures(features[:size].to(device), real_features[:size].to(device)),
         mean("confidence", 100 * confidence.values),
-        Measurement("class_entropy", entropies[0], jackknife(entropies[1:]), n),
-        Measurement("class_tv", distances[0], jackknife(distances[1:]), n),
+        _by_folds("class_entropy", entropies, len(samples)),
+        _by_folds("class_tv", distances, len(samples)),
     ]
 
 
-def of_pixels(
-    samples: Integer[Tensor, "n L"], real: Integer[Tensor, "m L"], trained: Integer[Tensor, "N L"]
-) -> list[Measurement]:
+def of_pixels(samples: Rows, real: Real, trained: Integer[Tensor, "N L"]) -> list[Measurement]:
     """The measures without a classifier."""
     n, packed, known = len(samples), _packed(samples), set(_packed(trained))
     target = real.sum(0).double() / len(real)
@@ -121,11 +113,11 @@ def of_pixels(
         mean("ink", 100 * samples.sum(1).double() / samples.shape[1]),
         Measurement("distinct", 100 * len(set(packed)) / n, None, n),
         proportion("copied", torch.tensor([row in known for row in packed])),
-        Measurement("pixel_tv", distances[0], jackknife(distances[1:]), n),
+        _by_folds("pixel_tv", distances, n),
     ]
 
 
-def _packed(rows: Integer[Tensor, "n L"]) -> list[bytes]:
+def _packed(rows: Rows) -> list[bytes]:
     return [row.tobytes() for row in np.packbits(rows.cpu().numpy().astype(np.uint8), axis=1)]
 
 
@@ -134,11 +126,14 @@ def _folds(n: int) -> int:
     return min(FOLDS, n // 2) if n >= 4 else 0
 
 
+def _by_folds(metric: str, values: Sequence[float], n: int) -> Measurement:
+    """The value of all rows with the error by those without each fold."""
+    return Measurement(metric, values[0], jackknife(values[1:]), n)
+
+
 def jackknife(values: Sequence[float]) -> float | None:
     """Standard error from the values without each of F folds: sqrt((F - 1) / F * sum of (value - mean)^2)."""
-    if len(values) < 2:
-        return None
-    return math.sqrt((len(values) - 1) * float(np.var(values)))
+    return math.sqrt((len(values) - 1) * float(np.var(values))) if len(values) > 1 else None
 
 
 def fold_means(rows: Tensor) -> Iterator[Float[Tensor, " d"]]:
@@ -151,7 +146,7 @@ def fold_means(rows: Tensor) -> Iterator[Float[Tensor, " d"]]:
         yield (total - part.sum(0)) / (len(rows) - len(part))
 
 
-def frechet_distance(first: Float[Tensor, "n F"], second: Float[Tensor, "m F"]) -> float:
+def frechet_distance(first: Points, second: Others) -> float:
     """Squared Frechet distance between the Gaussians with the means and covariances of two sets of points.
 
     |mu - nu|^2 + tr C + tr D - 2 * sum_i sqrt(lambda_i), with the eigenvalues lambda_i of C^1/2 D C^1/2; all float64.
@@ -165,76 +160,64 @@ def frechet_distance(first: Float[Tensor, "n F"], second: Float[Tensor, "m F"]) 
     return max(0.0, ((mu - nu).square().sum() + c.trace() + d.trace() - 2 * shared).item())
 
 
-def _frechet(features: Float[Tensor, "n F"], real: Float[Tensor, "m F"]) -> Measurement:
+def _frechet(features: Points, real: Others) -> Measurement:
     folds, rows = _folds(len(features)), torch.arange(len(features))
     without = [frechet_distance(features[rows % folds != fold], real) for fold in range(folds)]
-    return Measurement("frechet", frechet_distance(features, real), jackknife(without), len(features))
+    return _by_folds("frechet", [frechet_distance(features, real), *without], len(features))
 
 
-def _frechet_real(real: Float[Tensor, "m F"], seed: int) -> list[Measurement]:
+def _frechet_real(real: Others, seed: int) -> list[Measurement]:
     """Mean of ten random splits in halves, with the standard deviation of one split; none for fewer than 4 rows."""
     half = len(real) // 2
     if half < 2:
         return []
-    orders = [_order(len(real), seed, f"split {number}") for number in range(FOLDS)]
+    orders = [permutation(len(real), seed, "images", f"split {number}") for number in range(FOLDS)]
     values = [frechet_distance(real[order[:half]], real[order[half:]]) for order in orders]
     return [Measurement("frechet_real", float(np.mean(values)), float(np.std(values, ddof=1)), half)]
 
 
-class Neighbours(NamedTuple):
-    """Membership of samples and real rows in each other's balls."""
-
-    balls: Int[Tensor, " n"]  # real balls that each sample lies in
-    reached: Bool[Tensor, " m"]  # real rows that lie in the ball of some sample
-    hits: Int[Tensor, "m folds"]  # samples of each fold that lie in each real ball
-
-
-def _distances(points: Float[Tensor, "n F"], others: Float[Tensor, "m F"]) -> Float[Tensor, "n m"]:
+def _distances(points: Points, others: Others) -> Float[Tensor, "n m"]:
     """Euclidean distances without the shortcut by products, in which equal points are not at distance 0."""
     return torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def radii(points: Float[Tensor, "n F"], k: int = NEIGHBOURS, *, chunk: int = 500) -> Float[Tensor, " n"]:
-    """Distance of every point to its k-th nearest neighbour, itself left out (to the last one if there are fewer)."""
-    if len(points) < 2:
-        raise ValueError("a single point has no neighbours")
-    parts = []
-    for start in range(0, len(points), chunk):
-        distances = _distances(points[start : start + chunk], points)
-        rows = torch.arange(len(distances), device=points.device)
-        distances[rows, start + rows] = torch.inf
-        parts.append(distances.kthvalue(min(k, len(points) - 1), dim=1).values)
-    return torch.cat(parts)
+def radii(points: Points) -> Float[Tensor, " n"]:
+    """Distance of every point to its 5th nearest neighbour, itself left out (to the last one if there are fewer)."""
+    rank = 1 + min(NEIGHBOURS, len(points) - 1)  # the point itself has rank 1
+    return torch.cat([_distances(part, points).kthvalue(rank, dim=1).values for part in points.split(CHUNK)])
 
 
 def neighbours(
-    samples: Float[Tensor, "n F"], real: Float[Tensor, "m F"], k: int = NEIGHBOURS, *, folds: int = 1, chunk: int = 500
-) -> Neighbours:
-    """Find samples and real rows in each other's balls, on their device; sample i is in fold i mod `folds`."""
+    samples: Points, real: Others, folds: int
+) -> tuple[Int[Tensor, " n"], Bool[Tensor, " m"], Int[Tensor, "m folds"]]:
+    """Membership of samples and real rows in each other's balls, found on their device.
+
+    Returns:
+        The number of real balls that each sample lies in; which real rows lie in the ball of some sample; how many
+        samples of each fold lie in each real ball, where sample i is in fold i mod `folds`.
+    """
     samples, real = samples.double(), real.double()
-    sample_radii, real_radii = radii(samples, k, chunk=chunk), radii(real, k, chunk=chunk)
-    member = torch.nn.functional.one_hot(torch.arange(len(samples), device=real.device) % folds, folds).float()
+    sample_radii, member = radii(samples), one_hot(torch.arange(len(samples), device=real.device) % folds, folds)
     balls = torch.zeros(len(samples), dtype=torch.long, device=real.device)
     reached, hits = [], []
-    for start in range(0, len(real), chunk):
-        distances = _distances(real[start : start + chunk], samples)
-        inside = distances <= real_radii[start : start + chunk, None]
+    for part, radius in zip(real.split(CHUNK), radii(real).split(CHUNK), strict=True):
+        distances = _distances(part, samples)
+        inside = distances <= radius[:, None]
         balls += inside.sum(0)
         reached.append((distances <= sample_radii).any(1))
-        hits.append((inside.float() @ member).long())  # counts far below 2^24 are exact
-    return Neighbours(balls.cpu(), torch.cat(reached).cpu(), torch.cat(hits).cpu())
+        hits.append((inside.float() @ member.float()).long())  # counts far below 2^24 are exact
+    return balls.cpu(), torch.cat(reached).cpu(), torch.cat(hits).cpu()
 
 
-def neighbour_measures(samples: Float[Tensor, "n F"], real: Float[Tensor, "m F"]) -> list[Measurement]:
+def neighbour_measures(samples: Points, real: Others) -> list[Measurement]:
     """Precision, recall, density and coverage of points in a feature space, with k = 5."""
     folds = _folds(len(samples))
-    near = neighbours(samples, real, folds=max(1, folds))
-    total = near.hits.sum(1)
-    without = [100 * (total > part).double().mean().item() for part in near.hits.T[:folds]]
-    covered = 100 * (total > 0).double().mean().item()
+    balls, reached, hits = neighbours(samples, real, max(1, folds))
+    total = hits.sum(1)
+    covered = [100 * (total > part).double().mean().item() for part in (0 * total, *hits.T[:folds])]
     return [
-        proportion("precision", near.balls > 0),
-        proportion("recall", near.reached),
-        mean("density", 100 * near.balls.double() / min(NEIGHBOURS, len(real) - 1)),
-        Measurement("coverage", covered, jackknife(without), len(samples)),
+        proportion("precision", balls > 0),
+        proportion("recall", reached),
+        mean("density", 100 * balls.double() / min(NEIGHBOURS, len(real) - 1)),
+        _by_folds("coverage", covered, len(samples)),
     ]

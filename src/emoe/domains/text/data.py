@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from jaxtyping import Int, Integer, UInt16
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import DataError, DomainConfig, Ink, SplitDomain, completion_pools
+from emoe.domains import DataError
+from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, completion_pools
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import KnownRows, measure_rows
 from emoe.domains.text.parts import TOKEN
 from emoe.domains.text.prepare import MANIFEST, SCHEMA
 from emoe.domains.text.reading import SPLITS
-from emoe.domains.text.tokens import Fault, Vocabulary, read_vocabulary
+from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.figures import panels
 from emoe.types import Measurement, TokenSpace
 
@@ -43,16 +44,11 @@ class TextConfig(DomainConfig, kind="text"):
     held_out: HeldOut = option("auto", doc="rows to evaluate with: valid, test, or auto: test where there is one")
     verify: bool = option(True, doc="compare the files with their checksums when they are opened")
 
-    def conflicts(self) -> Iterator[str]:
-        """An unknown split."""
-        if self.held_out not in get_args(HeldOut):
-            yield f"held_out: {self.held_out!r} is not known; allowed: {', '.join(get_args(HeldOut))}"
-
     def build(self, seed: int) -> Text:
         """Open and check the set."""
         return Text(self)
 
-    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Int[Tensor, "m L"]:
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
         """Texts with holes (see `emoe.domains.text.given`), as they are or in a .txt file; or tokens in .npy, .csv."""
         if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
             return super().read_given(source, space, ink=ink)
@@ -65,9 +61,7 @@ class TextConfig(DomainConfig, kind="text"):
         vocabulary = vocabulary_of(Path(self.path), read_manifest(Path(self.path)))
         return [vocabulary.decode(row) for row in rows.tolist()]
 
-    def completion_figure(
-        self, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], samples: Int[Tensor, "m n L"], space: TokenSpace
-    ) -> Figure:
+    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
         """The texts as they were given, the words that were kept, and completions, side by side."""
         pools = completion_pools(rows, given, samples).items()
         return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools})
@@ -88,19 +82,16 @@ class Text(SplitDomain):
     def __init__(self, config: TextConfig, folder: Path | None = None):
         self.name = Path(config.path).resolve().name if folder is None else Path(config.path).name
         self._folder = folder or Path(config.path)
-        self.manifest = read_manifest(self._folder)
-        self.space = TokenSpace(
-            size=self.manifest["size"], mask_id=self.manifest["special"]["mask"], length=self.manifest["length"]
-        )
-        splits = self.manifest["splits"]
+        manifest = self.manifest = read_manifest(self._folder)
+        self.space = TokenSpace(manifest["size"], manifest["special"]["mask"], manifest["length"])
+        splits = manifest["splits"]
         self.held_out = ("test" if "test" in splits else "valid") if config.held_out == "auto" else config.held_out
         for split in ("train", self.held_out):
             if split not in splits:
-                raise DataError(
-                    f"{self._folder}: has no {split} rows, only {', '.join(splits)}; give --domain.held-out"
-                )
+                problem = f"has no {split} rows, only {', '.join(splits)}"
+                raise DataError(f"{self._folder}: {problem}; give --domain.held-out")
         self.rows, self.test_rows = (
-            open_rows(self._folder, self.manifest, split, verify=config.verify) for split in ("train", self.held_out)
+            open_rows(self._folder, manifest, split, verify=config.verify) for split in ("train", self.held_out)
         )
         self.fresh_rows = len(self.test_rows)
         if config.verify:
@@ -119,7 +110,7 @@ class Text(SplitDomain):
         """How varied the samples are, in themselves and as a pool, and how many copy a training row.
 
         See `emoe.domains.text.metrics`. Compare with `measure` of as many held-out rows: none has a best value. A
-        language model measures whether text is good, see `emoe.judges`.
+        language model measures whether text is good, see `emoe.evaluation.gen_ppl`.
         """
         return measure_rows(samples, self._trained)
 
@@ -128,9 +119,8 @@ class Text(SplitDomain):
         """The training rows, all of them read once to be looked up in."""
         return KnownRows(self.rows)
 
-    def figure(self, pools: Mapping[str, Int[Tensor, "_n L"]], *, title: str = "") -> Figure:
+    def figure(self, pools: Pools, *, title: str = "") -> Figure:
         """The first samples of each pool as text; the beginning of each."""
-        pools = panels.truth_first(pools)
         return panels.texts({name: self.decode(rows[: panels.MOST_TEXTS]) for name, rows in pools.items()}, title=title)
 
 
@@ -161,10 +151,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def vocabulary_of(folder: Path, manifest: Mapping[str, Any]) -> Vocabulary:
     """The words of the tokenizer that a set was made with."""
     wanted = manifest["tokenizer"]
-    try:
-        vocabulary = read_vocabulary(folder / wanted["file"])
-    except Fault as fault:
-        raise DataError(str(fault)) from None
+    vocabulary = read_vocabulary(folder / wanted["file"])
     if vocabulary.sha256 != wanted["sha256"]:
         raise DataError(f"{vocabulary.path}: is not the tokenizer the set was made with; {AGAIN}")
     return vocabulary

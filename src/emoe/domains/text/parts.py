@@ -1,8 +1,7 @@
 """Slices of text as parts: files of tokens that worker processes write and a stopped run uses again.
 
-A part is `KEY.bin`, the tokens of the slice for each split, one split after the other, and `KEY.json` with their
-numbers and the SHA-256 of the tokens. KEY is a hash of everything that decides the tokens, the text itself included.
-Nothing here imports torch.
+A part is a file with a SHA-256, a line with the counts of each split as JSON, and the tokens of one split after the
+other. Its name is a hash of everything that decides the tokens, the text itself included. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from emoe.domains import DataError
 from emoe.domains.text.detokenise import RULES
 from emoe.domains.text.reading import SPLITS, Slice, Split
-from emoe.domains.text.tokens import Encoder, Fault, Vocabulary, read_vocabulary
+from emoe.domains.text.tokens import Encoder, Vocabulary, read_vocabulary
 from emoe.files import replace_file
 
-CHARACTERS = 1 << 18  # that the tokenizer gets at a time
+BATCH = 512  # lines that the tokenizer gets at a time
 TOKEN = np.dtype("<u2")
 
 
@@ -56,75 +56,60 @@ class Counts(NamedTuple):
 def _tools(settings: Settings) -> tuple[Vocabulary, Encoder]:
     vocabulary = read_vocabulary(Path(settings.tokenizer))
     if vocabulary.sha256 != settings.sha256:
-        raise Fault(f"{settings.tokenizer}: changed while it was in use; run again")
+        raise DataError(f"{settings.tokenizer}: changed while it was in use; run again")
     return vocabulary, Encoder(vocabulary)
 
 
-def write_part(part: Slice, key: str, settings: Settings, folder: Path) -> None:
-    """Encode a slice and write its part.
-
-    Raises:
-        Fault: Bytes that are no text.
-        OSError: It cannot be written; nothing is left of it.
-    """
-    special, content, counts = _tools(settings)[0].special, b"", {}
-    tokens, documents = _encode(part, settings)
+def write_part(part: Slice, path: Path, settings: Settings) -> None:
+    """Encode a slice and write its part; an `OSError` leaves nothing of it."""
+    counts, content = [], b""
+    special, (tokens, documents) = _tools(settings)[0].special, _encode(part, settings)
     for split in SPLITS:
         ids = np.array(tokens[split], TOKEN)
         if (ids == special["mask"]).any():
             remedy = "use one that does not, such as vocab.txt"
-            raise Fault(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
+            raise DataError(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
         lines, unknown = (int(np.count_nonzero(ids == special[word])) for word in ("cls", "unk"))
-        counts[split] = Counts(len(ids), lines, documents[split], unknown)._asdict()
+        counts.append((len(ids), lines, documents[split], unknown))
         content += ids.tobytes()
-    replace_file(folder / f"{key}.bin", content)
-    sidecar = {"sha256": hashlib.sha256(content).hexdigest(), "counts": counts}
-    replace_file(folder / f"{key}.json", json.dumps(sidecar))
+    content = json.dumps(counts).encode() + b"\n" + content
+    replace_file(path, hashlib.sha256(content).digest() + content)
 
 
-def read_part(folder: Path, key: str) -> dict[Split, tuple[Counts, NDArray[np.uint16]]] | None:
+def read_part(path: Path) -> dict[Split, tuple[Counts, NDArray[np.uint16]]] | None:
     """Sizes and tokens of a part; None if it is missing or damaged."""
     try:
-        sidecar = json.loads((folder / f"{key}.json").read_bytes())
-        content = (folder / f"{key}.bin").read_bytes()
-        if hashlib.sha256(content).hexdigest() != sidecar["sha256"]:
-            return None
-        counts = [Counts(**sidecar["counts"][split]) for split in SPLITS]
-        tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum([one.tokens for one in counts])[:-1])
-        return dict(zip(SPLITS, zip(counts, tokens, strict=True), strict=True))
-    except (OSError, ValueError, KeyError, TypeError):
+        data = path.read_bytes()
+    except OSError:
         return None
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        return None
+    head, _, content = data[32:].partition(b"\n")
+    counts = [Counts(*numbers) for numbers in json.loads(head)]
+    tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum([one.tokens for one in counts])[:-1])
+    return dict(zip(SPLITS, zip(counts, tokens, strict=True), strict=True))
 
 
 def _encode(part: Slice, settings: Settings) -> tuple[dict[Split, array[int]], dict[Split, int]]:
     """Tokens of each split, each line followed by [CLS], and the number of documents."""
     vocabulary, encoder = _tools(settings)
     tokens, documents = {split: array("H") for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    rule, size = RULES[part.style], 0
-    batch: list[tuple[Split, str]] = []
-
-    def flush() -> None:
+    lines: list[tuple[Split, str]] = []
+    for document in _documents(_decode(part, settings.errors), part.lone):
+        split = _choose(document, part.split, settings)
+        documents[split] += 1
+        lines += [(split, RULES[part.style](line)) for line in document]
+    for start in range(0, len(lines), BATCH):
+        batch = lines[start : start + BATCH]
         for (split, _), ids in zip(batch, encoder([line for _, line in batch]), strict=True):
             if ids:
                 tokens[split].extend([*ids, vocabulary.special["cls"]])
-        batch.clear()
-
-    for document in _documents(_decode(part, settings), part.lone):
-        split = _choose(document, part.split, settings)
-        documents[split] += 1
-        for line in document:
-            batch.append((split, rule(line)))
-            size += len(line)
-            if size >= CHARACTERS:
-                flush()
-                size = 0
-    flush()
     return tokens, documents
 
 
-def _decode(part: Slice, settings: Settings) -> str:
+def _decode(part: Slice, errors: str) -> str:
     text = part.text
-    if settings.errors == "replace":
+    if errors == "replace":
         return text.decode("utf-8", errors="replace")
     wrong, reason = text.find(b"\0"), "holds a zero byte, so it is no UTF-8 text (UTF-16?)"
     try:
@@ -133,7 +118,7 @@ def _decode(part: Slice, settings: Settings) -> str:
     except UnicodeDecodeError as error:
         wrong, reason = error.start, f"is not UTF-8 ({error.reason}: 0x{text[error.start]:02x})"
     line = part.line + text.count(b"\n", 0, wrong)
-    raise Fault(
+    raise DataError(
         f"{part.name}: line {line:,}, byte {part.offset + wrong:,} {reason}; convert the file "
         "(iconv -t utf-8), or let a mark stand in its place: --encoding-errors replace"
     )
@@ -154,9 +139,7 @@ def _choose(document: list[str], split: Split, settings: Settings) -> Split:
     """The split of a document: that of its file, or for training files one that a hash of the document decides."""
     if split != "train" or settings.shares is None:
         return split
-    digest = hashlib.blake2b(f"{settings.seed}\n".encode(), digest_size=8)
-    for line in document:
-        digest.update(line.encode("utf-8", errors="replace") + b"\n")
-    draw = int.from_bytes(digest.digest(), "big") / 2**64
+    text = "\n".join([str(settings.seed), *document, ""]).encode("utf-8", errors="replace")
+    draw = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
     valid, test = settings.shares
     return "valid" if draw < valid else "test" if draw < valid + test else "train"

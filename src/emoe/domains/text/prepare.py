@@ -34,19 +34,21 @@ from numpy.typing import NDArray
 
 import emoe
 from emoe.config import Config, ConfigError, option, to_dict
+from emoe.domains import DataError
 from emoe.domains.text.detokenise import Detokenise
 from emoe.domains.text.parts import TOKEN, Counts, Settings, read_part, write_part
 from emoe.domains.text.reading import SPLITS, Note, Slice, Source, find_sources, sha256_of, slices
-from emoe.domains.text.tokens import Fault, Vocabulary, load_library, read_vocabulary
-from emoe.files import StorageError, replace_file, sync_folder
+from emoe.domains.text.tokens import Vocabulary, load_library, read_vocabulary
+from emoe.files import StorageError, sync_folder
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 Packing = Literal["chunks", "wrap"]
 Errors = Literal["strict", "replace"]
 AGAIN = "run the same command again, it goes on where it stopped"
+# Called after every slice: bytes of the files, the bytes of all files, bytes of the slice's text (0: kept).
 Progress = Callable[[int, int, int], None]
-"""Called after every slice: bytes of the files, the bytes of all files, bytes of the slice's text (0: kept)."""
+Paths = Sequence[Path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +86,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    out: Path,
-    tokenizer: Path,
-    inputs: Sequence[Path] = (),
-    *,
-    train: Sequence[Path] = (),
-    valid: Sequence[Path] = (),
-    test: Sequence[Path] = (),
-    config: PrepareConfig | None = None,
-    on_progress: Progress = lambda *_: None,
-    note: Note = lambda _: None,
-) -> Prepared:
+    out: Path, tokenizer: Path, inputs: Paths = (), *, train: Paths = (), valid: Paths = (), test: Paths = (),
+    config: PrepareConfig | None = None, on_progress: Progress = lambda *_: None, note: Note = lambda _: None,
+) -> Prepared:  # fmt: skip
     """Write a set of rows: `train.bin`, `valid.bin`, `test.bin`, the tokenizer's file and `manifest.json`.
 
     Args:
@@ -106,7 +100,7 @@ def prepare(
         test: See `train`.
         config: Everything else.
         on_progress: Called after every slice.
-        note: Gets lines about files that are left out or read again.
+        note: Gets lines about files that are left out.
 
     Raises:
         ConfigError: Arguments that do not go together, or a library that is missing.
@@ -125,16 +119,11 @@ def prepare(
         else:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
-                _note_changes(folder, sources, note)
-                keys, kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
-                manifest = _assemble(out, folder, vocabulary, keys, config)
-            done = Prepared(out, manifest, kept, sum(map(len, keys.values())) - kept)
+                parts, kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
+                manifest = _assemble(out, vocabulary, parts, config)
+            done = Prepared(out, manifest, kept, sum(map(len, parts.values())) - kept)
         shutil.rmtree(folder, ignore_errors=True)
         return done
-    except Fault as fault:
-        from emoe.domains.base import DataError  # imports torch
-
-        raise DataError(str(fault)) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -159,37 +148,21 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Fault(f"{folder}: another run prepares this set; wait until it ends") from None
+            raise DataError(f"{folder}: another run prepares this set; wait until it ends") from None
         yield
-
-
-def _note_changes(folder: Path, sources: Sequence[Source], note: Note) -> None:
-    """Name the files that have changed since a run was stopped; parts of another text are never used."""
-    journal = folder / "inputs.json"
-    try:
-        before = dict(json.loads(journal.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        before = {}
-    for source in sources:
-        name, stat = str(source.path.resolve()), source.path.stat()
-        now = [stat.st_size, stat.st_mtime_ns]
-        if before.setdefault(name, now) != now:
-            note(f"{name}: changed since the last run; its parts are made again where the text is another")
-            before[name] = now
-    replace_file(journal, json.dumps(before))
 
 
 def _write_parts(
     folder: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig, progress: Progress,
     note: Note,
-) -> tuple[dict[Source, list[str]], int]:  # fmt: skip
-    """Write the parts that are not there; returns the keys of each file's parts in order, and how many were kept."""
+) -> tuple[dict[Source, list[Path]], int]:  # fmt: skip
+    """Write the parts that are not there; returns each file's parts in order, and how many were kept."""
     path = str(vocabulary.path.resolve())
     settings = Settings(path, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
     total, kept = sum(source.path.stat().st_size for source in sources), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = config.jobs or min(cores, 1 + total // config.slice_bytes)
-    keys: dict[Source, list[str]] = {source: [] for source in sources}
+    parts: dict[Source, list[Path]] = {source: [] for source in sources}
     pending: dict[Future[None], Slice] = {}
 
     def collect(most: int) -> None:
@@ -202,25 +175,25 @@ def _write_parts(
     spawn = multiprocessing.get_context("spawn")
     pool = ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, spawn, _start_worker)
     try:
-        for source, names in keys.items():
+        for source, names in parts.items():
             for part in slices(source, config.slice_bytes, note):
-                names.append(settings.key(part))
-                if read_part(folder, names[-1]) is not None:
+                names.append(folder / settings.key(part))
+                if read_part(names[-1]) is not None:
                     kept += 1
                     progress(part.cost, total, 0)
                 else:
-                    pending[pool.submit(write_part, part, names[-1], settings, folder)] = part
+                    pending[pool.submit(write_part, part, names[-1], settings)] = part
                     collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
         collect(0)
     except BrokenProcessPool:
         lost = next(iter(pending.values()), part)  # the oldest one, or the one that no worker took
-        raise Fault(
+        raise DataError(
             f"{lost.name}: a worker process died at line {lost.line:,} or after it, perhaps for lack of memory; "
             f"{AGAIN}, with fewer --jobs (a script of your own needs `if __name__ == '__main__':`)"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-    return keys, kept
+    return parts, kept
 
 
 def _start_worker() -> None:
@@ -242,7 +215,7 @@ def _head(vocabulary: Vocabulary, config: PrepareConfig) -> dict[str, Any]:
     # A tokenizer.json brings rules of its own.
     lowercase = vocabulary.lowercase if vocabulary.path.suffix != ".json" else None
     tokenizer = {"file": vocabulary.path.name, "sha256": vocabulary.sha256, "lowercase": lowercase}
-    head = {"schema": SCHEMA, "tokenizer": tokenizer, "size": vocabulary.size, "special": vocabulary.special}
+    head = {"schema": SCHEMA, "tokenizer": tokenizer, "size": len(vocabulary.words), "special": vocabulary.special}
     names = ("length", "packing", "split", "seed", "encoding_errors", "detokenise")
     return head | {name: to_dict(config)[name] for name in names}
 
@@ -256,12 +229,12 @@ def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any]) -> Prep
     except (OSError, ValueError, KeyError, TypeError):
         same = False
     if not same:
-        raise Fault(f"{out}: holds something else; choose another --out, or remove it")
+        raise DataError(f"{out}: holds something else; choose another --out, or remove it")
     return Prepared(out, manifest)
 
 
 def _assemble(
-    out: Path, folder: Path, vocabulary: Vocabulary, keys: Mapping[Source, list[str]], config: PrepareConfig
+    out: Path, vocabulary: Vocabulary, parts: Mapping[Source, list[Path]], config: PrepareConfig
 ) -> dict[str, Any]:
     """Put the parts together in a folder beside the target, and give it the target's name."""
     draft = out.with_name(f".{out.name}.draft")
@@ -272,12 +245,12 @@ def _assemble(
         with ExitStack() as stack:
             opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
             files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
-            for source, names in keys.items():
+            for source, names in parts.items():
                 before = {split: rows.counts.tokens for split, rows in files.items()}
-                for key in names:
-                    part = read_part(folder, key)
+                for path in names:
+                    part = read_part(path)
                     if part is None:
-                        raise Fault(f"{folder / key}.bin: is damaged; {AGAIN}")
+                        raise DataError(f"{path}: is damaged; {AGAIN}")
                     for split, (counts, tokens) in part.items():
                         files[split].add(counts, tokens)
                 starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
@@ -301,12 +274,12 @@ def _assemble(
 
 def _check_rows(splits: Mapping[Any, dict[str, Any]], config: PrepareConfig) -> None:
     if "train" not in splits:
-        raise Fault("train: holds no text; give training files with --train")
+        raise DataError("train: holds no text; give training files with --train")
     if len(splits) == 1:
-        raise Fault("valid and test: both are empty; give --valid or --test, or larger shares: --split 0.05,0.05")
+        raise DataError("valid and test: both are empty; give --valid or --test, or larger shares: --split 0.05,0.05")
     for name, split in splits.items():
         if not split["rows"]:
-            raise Fault(
+            raise DataError(
                 f"{name}: {split['tokens']:,} tokens do not fill one row of {config.length}; "
                 "give more text, a larger share with --split, or a smaller --length"
             )

@@ -10,7 +10,6 @@ import bz2
 import gzip
 import hashlib
 import lzma
-import os
 import re
 import tarfile
 import zlib
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
+from emoe.domains import DataError
 from emoe.domains.text.detokenise import Detokenise, Style, style_of
-from emoe.domains.text.tokens import Fault
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -35,7 +34,6 @@ TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packe
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BOM = b"\xef\xbb\xbf"
-BLOCK = 1 << 20
 
 Note = Callable[[str], None]
 
@@ -53,9 +51,7 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """The entry of a manifest."""
-        return {
-            "path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)
-        }  # fmt: skip
+        return {"path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)}
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
     for given, paths in named.items():
         for path in paths:
             if not path.exists():
-                raise Fault(f"{path}: does not exist; check the path")
+                raise DataError(f"{path}: does not exist; check the path")
             if path.is_dir():
                 sources += [Source(file, split, rule) for file, split in _in_folder(path, given, note)]
             else:
@@ -132,7 +128,7 @@ def _in_folder(folder: Path, given: Split | None, note: Note) -> Iterator[tuple[
     if left := len(files) - len(texts):
         note(f"{folder}: {left} files are no text by their names and are left out")
     if not texts:
-        raise Fault(f"{folder}: holds no text ({', '.join(TEXT[:-1])}, also packed as {', '.join(PACKED)})")
+        raise DataError(f"{folder}: holds no text ({', '.join(TEXT[:-1])}, also packed as {', '.join(PACKED)})")
     for file in texts:
         by_name = split_of(str(file.relative_to(folder)))
         if given is not None and by_name not in (None, given):
@@ -148,37 +144,21 @@ def _check_apart(sources: Sequence[Source]) -> None:
     for source in sources:
         if (other := by_path.setdefault(source.path.resolve(), source)) is not source:
             where = "twice" if other.split == source.split else f"in {other.split} and in {source.split}"
-            raise Fault(f"{source.path}: is given {where}; name it once")
+            raise DataError(f"{source.path}: is given {where}; name it once")
         by_size.setdefault(source.path.stat().st_size, []).append(source)
     for group in by_size.values():
         sums: dict[str, Source] = {}
         for source in group if len({source.split for source in group}) > 1 else ():
             other = sums.setdefault(sha256_of(source.path), source)
             if other.split != source.split:
-                raise Fault(
-                    f"{source.path}: has the same content as {other.path}, but one is in {source.split} and the "
-                    f"other in {other.split}; keep them apart"
-                )
+                problem = f"one is in {source.split} and the other in {other.split}"
+                raise DataError(f"{source.path}: has the same content as {other.path}, but {problem}; keep them apart")
 
 
 def sha256_of(path: Path) -> str:
     """Checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class Counted:
-    """A file that counts and hashes the bytes that are read."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file, self.count, self.digest = file, 0, hashlib.sha256()
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes."""
-        data = self._file.read(size)
-        self.count += len(data)
-        self.digest.update(data)
-        return data
 
 
 def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
@@ -188,25 +168,21 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     """
     path = source.path
     try:
+        before = path.stat()
+        if not before.st_size:
+            raise DataError(f"{path}: is empty; leave it out or give a whole copy")
         with path.open("rb") as file:
-            before = os.fstat(file.fileno())
-            if not before.st_size:
-                raise Fault(f"{path}: is empty; leave it out or give a whole copy")
-            counted, head = Counted(file), file.read(6)
-            file.seek(0)
-            for name, split, stream in _texts(source, _unpack(head, counted), note):
-                yield from _cut(name, split, source, stream, counted, size)
-            while counted.read(BLOCK):  # padding of an archive: the hash is that of the whole file
-                pass
-            after = path.stat()
+            for name, split, stream in _texts(source, _unpack(file), note):
+                yield from _cut(name, split, source, stream, file, size)
+        source.sha256, source.size, after = sha256_of(path), before.st_size, path.stat()
     except BROKEN as error:
-        raise Fault(f"{path}: cannot be read, damaged or cut off ({error}); give a whole copy") from None
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or counted.count != before.st_size:
-        raise Fault(f"{path}: changed while it was read; run again when nothing writes to it")
-    source.sha256, source.size = counted.digest.hexdigest(), counted.count
+        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); give a whole copy") from None
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path}: changed while it was read; run again when nothing writes to it")
 
 
-def _unpack(head: bytes, stream: Any) -> Any:
+def _unpack(stream: Any) -> Any:
+    head = stream.peek(6)[:6]
     if head[:2] == b"\x1f\x8b":
         return gzip.GzipFile(fileobj=stream, mode="rb")
     if head == b"\xfd7zXZ\0":
@@ -226,25 +202,25 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
             if member.isdir():
                 continue
             if not member.isfile() or member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-                what = "points outside the archive" if member.isfile() else "is no plain file"
-                raise Fault(f"{path}: member {member.name!r} {what}; such an archive is not read, pack the texts anew")
+                problem = "points outside the archive" if member.isfile() else "is no plain file"
+                remedy = "such an archive is not read, pack the texts anew"
+                raise DataError(f"{path}: member {member.name!r} {problem}; {remedy}")
             by_name = split_of(member.name)
             if not is_text(member.name) or (source.split is not None and by_name not in (None, source.split)):
                 left += 1
                 continue
-            content: Any = archive.extractfile(member)
             count += 1
-            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(content.peek(6)[:6], content)
+            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(archive.extractfile(member))
     if left:
         note(f"{path}: {left} members are no text of a wanted split by their names and are left out")
     if not count:
-        raise Fault(f"{path}: holds no text ({', '.join(TEXT[:-1])}, or shards news.en-*); name its members so")
+        raise DataError(f"{path}: holds no text ({', '.join(TEXT[:-1])}, or shards news.en-*); name its members so")
 
 
-def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted, size: int) -> Iterator[Slice]:
+def _cut(name: str, split: Split, source: Source, stream: Any, file: IO[bytes], size: int) -> Iterator[Slice]:
     style = source.style or style_of(name)
     source.styles.add(style)
-    rest, line, offset, read = b"", 1, 0, counted.count
+    rest, line, offset, read = b"", 1, 0, file.tell()
     lone: bool | None = None
     empty, ended = True, False
     while not ended:
@@ -257,16 +233,16 @@ def _cut(name: str, split: Split, source: Source, stream: Any, counted: Counted,
         end = len(text) if ended else _end(text, lone)
         if not end and not ended:
             problem = f"line {line} is longer than {size:,} bytes, so this is hardly text"
-            raise Fault(f"{name}: {problem}; break it into lines first (fold -s -w 1000)")
+            raise DataError(f"{name}: {problem}; break it into lines first (fold -s -w 1000)")
         text, rest = text[:end], text[end:]
         if text.strip():
             empty = False
-            cost, read = counted.count - read, counted.count
-            yield Slice(name, split, style, text, line, offset, lone, cost)
+            before, read = read, file.tell()
+            yield Slice(name, split, style, text, line, offset, lone, read - before)
         line += text.count(b"\n")
         offset += len(text)
     if empty:
-        raise Fault(f"{name}: is empty, it holds no line of text; leave it out or give a whole copy")
+        raise DataError(f"{name}: is empty, it holds no line of text; leave it out or give a whole copy")
 
 
 def _end(text: bytes, lone: bool) -> int:

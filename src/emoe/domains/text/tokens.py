@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from emoe.config import ConfigError
+from emoe.domains import DataError
 
 FILES = ("tokenizer.json", "vocab.txt")
 LARGEST = 1 << 16  # symbols a uint16 can tell apart
@@ -24,10 +25,6 @@ CLEAN_UP = [(f" {mark}", mark) for mark in ".?!,"] + [(" ' ", "'")]
 CLEAN_UP += [(f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")]
 
 
-class Fault(Exception):  # noqa: N818 - becomes a DataError where torch may be imported
-    """Text, files or tokens that cannot be used, with the position and the remedy."""
-
-
 @dataclass(frozen=True)
 class Vocabulary:
     """The words of a tokenizer by number, with the numbers of its special ones."""
@@ -36,11 +33,6 @@ class Vocabulary:
     sha256: str
     words: tuple[str, ...]
     special: dict[str, int] = field(hash=False)  # of "pad", "unk", "cls", "sep", "mask": those that there are
-
-    @property
-    def size(self) -> int:
-        """V, the mask included."""
-        return len(self.words)
 
     @property
     def lowercase(self) -> bool:
@@ -57,30 +49,24 @@ class Vocabulary:
 
 def read_vocabulary(path: Path) -> Vocabulary:
     """Read and check a `vocab.txt` with one word a line, a `tokenizer.json` with a WordPiece model, or its folder."""
-    path = _locate(path)
+    if path.is_dir():
+        files = [path / name for name in FILES if (path / name).is_file()]
+        if not files:
+            raise DataError(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
+        path = files[0]
+    if not path.is_file():
+        raise DataError(f"{path}: does not exist; --tokenizer takes a vocab.txt, a tokenizer.json or their folder")
     try:
         content = path.read_bytes()
         words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
     except (OSError, UnicodeDecodeError) as error:
-        raise Fault(f"{path}: cannot be read ({error}); give a whole copy") from None
+        raise DataError(f"{path}: cannot be read ({error}); give a whole copy") from None
     special = {name: words.index(f"[{name.upper()}]") for name in SPECIAL if f"[{name.upper()}]" in words}
-    missing = [f"[{name.upper()}]" for name in NEEDED if name not in special]
-    if missing:
-        raise Fault(f"{path}: has no {', '.join(missing)}; give the vocabulary of a BERT tokenizer")
+    if missing := [f"[{name.upper()}]" for name in NEEDED if name not in special]:
+        raise DataError(f"{path}: has no {', '.join(missing)}; give the vocabulary of a BERT tokenizer")
     if len(words) > LARGEST:
-        raise Fault(f"{path}: has {len(words):,} words, but tokens are stored in 16 bits; at most {LARGEST:,} fit")
+        raise DataError(f"{path}: has {len(words):,} words, but tokens are stored in 16 bits; at most {LARGEST:,} fit")
     return Vocabulary(path, hashlib.sha256(content).hexdigest(), tuple(words), special)
-
-
-def _locate(path: Path) -> Path:
-    if path.is_dir():
-        files = [path / name for name in FILES if (path / name).is_file()]
-        if not files:
-            raise Fault(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
-        return files[0]
-    if not path.is_file():
-        raise Fault(f"{path}: does not exist; --tokenizer takes a vocab.txt, a tokenizer.json or their folder")
-    return path
 
 
 def _from_lines(path: Path, content: bytes) -> list[str]:
@@ -88,7 +74,7 @@ def _from_lines(path: Path, content: bytes) -> list[str]:
     for number, word in enumerate(content.decode("utf-8").removesuffix("\n").split("\n"), 1):
         word = word.rstrip("\r")
         if lines.setdefault(word, number) != number:
-            raise Fault(f"{path}: line {number} repeats {word!r}; a vocabulary has one word a line, each once")
+            raise DataError(f"{path}: line {number} repeats {word!r}; a vocabulary has one word a line, each once")
     return list(lines)
 
 
@@ -100,11 +86,11 @@ def _from_json(path: Path, content: bytes) -> list[str]:
         words = {int(number): str(word) for word, number in model["vocab"].items()} if kind == "WordPiece" else {}
         words |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Fault(f"{path}: is no tokenizer.json ({type(error).__name__}: {error}); give a whole copy") from None
+        raise DataError(f"{path}: is no tokenizer.json ({type(error).__name__}: {error}); give a whole copy") from None
     if kind != "WordPiece":
-        raise Fault(f"{path}: holds a {kind} model; only WordPiece is known")
+        raise DataError(f"{path}: holds a {kind} model; only WordPiece is known")
     if min(words, default=0) < 0 or max(words, default=0) >= LARGEST:
-        raise Fault(f"{path}: numbers its words outside 0..{LARGEST - 1:,}; tokens are stored in 16 bits")
+        raise DataError(f"{path}: numbers its words outside 0..{LARGEST - 1:,}; tokens are stored in 16 bits")
     return [words.get(number, f"[no word {number}]") for number in range(max(words, default=-1) + 1)]
 
 
@@ -117,7 +103,8 @@ class Encoder:
             try:
                 self._model = library.Tokenizer.from_file(str(vocabulary.path))
             except Exception as error:  # the library raises plain Exceptions
-                raise Fault(f"{vocabulary.path}: cannot be used ({error}); give a whole copy, or vocab.txt") from None
+                remedy = "give a whole copy, or vocab.txt"
+                raise DataError(f"{vocabulary.path}: cannot be used ({error}); {remedy}") from None
             self._model.no_truncation()
             self._model.no_padding()
             self._model.encode_special_tokens = True

@@ -26,9 +26,8 @@ Density = Literal[
 class ToyConfig(DomainConfig, kind="toy"):
     """Points of a planar density, each coordinate cut into 50 tokens.
 
-    The paper's densities are 8-modes and swiss-roll. Settings may be chosen on `densities.SELECTION`
-    (checkerboard, moons, 25-modes, two-rings); `densities.HELD_OUT` (pinwheel, three-rings, diagonal-grid,
-    two-spirals, letter) is kept for testing a choice.
+    The paper's densities are 8-modes and swiss-roll. Settings may be chosen on checkerboard, moons, 25-modes and
+    two-rings; the others, `densities.HELD_OUT`, are kept for testing a choice.
     """
 
     density: Density = option(doc="which density; the first two are the paper's, the last five are held out")
@@ -52,8 +51,8 @@ class Toy(Domain):
     def __init__(self, config: ToyConfig, seed: int):
         self.name, self.seed = config.density, seed
         self.space = TokenSpace(size=CELLS + 1, mask_id=CELLS, length=2)
-        centres = random_state(derive_seed(seed, "toy", "centres"))
-        self.density = Modes.at_random(centres) if self.name == "8-modes" else DENSITIES[self.name]
+        centres = random_state(derive_seed(seed, "toy", "centres")).uniform(-2.5, 2.5, size=(8, 2))
+        self.density = Modes(centres) if self.name == "8-modes" else DENSITIES[self.name]
         self.rows = self._draw(config.points, "train")
 
     def _draw(self, n: int, *stream: object) -> Int[Tensor, "n 2"]:
@@ -71,9 +70,8 @@ class Toy(Domain):
     def measure(self, samples: Int[Tensor, "n 2"], seed: int = 0) -> list[Measurement]:
         """Validity (Eq. 39) of the first 3,000 samples, overlap of up to 20,000 with as many fresh rows.
 
-        These fresh rows have a stream of their own, so measuring `fresh(n, seed)` with the same seed gives
-        the ceiling of the overlap (about 96 on 8-modes, 94 on swiss-roll, 88 to 93 on the others), not a set's
-        overlap with itself.
+        These have a stream of their own: measuring `fresh(n, seed)` with the same seed gives the ceiling of the
+        overlap (about 96 on 8-modes, 94 on swiss-roll, 88 to 93 on the others), not a set's overlap with itself.
         """
         pool = samples[:OVERLAP_ROWS]
         compared = self._draw(len(pool), "measure", seed)

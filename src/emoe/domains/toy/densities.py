@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,25 +20,19 @@ from torch import Tensor
 
 from emoe.domains.metrics import nearest_distance
 
-SELECTION = ("checkerboard", "moons", "25-modes", "two-rings")  # for choosing settings
-HELD_OUT = ("pinwheel", "three-rings", "diagonal-grid", "two-spirals", "letter")  # never looked at in choosing them
+HELD_OUT = ("pinwheel", "three-rings", "diagonal-grid", "two-spirals", "letter")  # settings are never chosen on them
 EDGES = np.linspace(-3.0, 3.0, 49)
 CELLS = len(EDGES) + 1  # tokens per coordinate; the outermost two take the tails
 
+Numbers = Float[np.ndarray, " n"]
 Points = Float[np.ndarray, "n 2"]
 Law = Float[Tensor, "cells cells"]  # p(first token, second token), float64
-Curve = Callable[[Float[np.ndarray, " n"]], Points]  # points of a curve at parameters u in [0, 1]
+Curve = Callable[[Numbers], Points]  # points of a curve at parameters u in [0, 1]
 
 
 def tokenise(points: Points) -> Int[Tensor, "n 2"]:
     """Token of a coordinate = number of edges at or below it, 0..49."""
     return torch.from_numpy(np.digitize(points, EDGES)).long()
-
-
-def coordinate_law(means: Float[Tensor, " m"], deviation: float) -> Float[Tensor, "m cells"]:
-    """P(token) of a Gaussian coordinate, for each mean: differences of its distribution function."""
-    below = 0.5 * (1 + torch.erf((torch.from_numpy(EDGES) - means[:, None]) / (deviation * math.sqrt(2))))
-    return between(below)
 
 
 def between(below: Float[Tensor, "*m edges"]) -> Float[Tensor, "*m cells"]:
@@ -48,13 +41,14 @@ def between(below: Float[Tensor, "*m edges"]) -> Float[Tensor, "*m cells"]:
     return torch.cat([below.new_zeros(shape), below, below.new_ones(shape)], dim=-1).diff(dim=-1)
 
 
-def mixture_law(points: Points, weights: Float[Tensor, " n"], deviation: float) -> Law:
+def mixture_law(points: Points, weights: Numbers, deviation: float) -> Law:
     """Law of a mixture of isotropic Gaussians: sum_k w_k P_k(i) P_k(j)."""
-    first, second = (coordinate_law(torch.from_numpy(points[:, axis].copy()), deviation) for axis in (0, 1))
-    return (first * weights[:, None]).T @ second
+    distance = torch.from_numpy(EDGES) - torch.from_numpy(points.T.copy())[..., None]
+    first, second = between(0.5 * (1 + torch.erf(distance / (deviation * math.sqrt(2)))))
+    return (first * torch.from_numpy(weights)[:, None]).T @ second
 
 
-def quadrature(panels: int) -> tuple[Float[np.ndarray, " m"], Float[np.ndarray, " m"]]:
+def quadrature(panels: int) -> tuple[Numbers, Numbers]:
     """Nodes and weights of Gauss-Legendre over [0, 1], 16 nodes in each of `panels` equal panels."""
     nodes, weights = np.polynomial.legendre.leggauss(16)
     u = ((np.arange(panels)[:, None] + (nodes + 1) / 2) / panels).ravel()
@@ -91,15 +85,10 @@ def ideal_factorised(cells: Float[Tensor, "J K"], steps: int) -> Float[Tensor, "
 
 @dataclass(frozen=True)
 class Modes:
-    """Eight equal clusters with isotropic Gaussian noise, their centres uniform in [-2.5, 2.5]^2."""
+    """Equal clusters with isotropic Gaussian noise; those of 8-modes have centres uniform in [-2.5, 2.5]^2."""
 
     centres: Float[np.ndarray, "M 2"]
     noise: float = 0.09
-
-    @classmethod
-    def at_random(cls, state: np.random.RandomState) -> Modes:
-        """Draw the centres."""
-        return cls(state.uniform(-2.5, 2.5, size=(8, 2)))
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
         """A cluster, then noise."""
@@ -108,8 +97,7 @@ class Modes:
 
     def law(self) -> Law:
         """Exact law over token pairs."""
-        weights = torch.full((len(self.centres),), 1 / len(self.centres), dtype=torch.float64)
-        return mixture_law(self.centres, weights, self.noise)
+        return mixture_law(self.centres, np.full(len(self.centres), 1 / len(self.centres)), self.noise)
 
 
 @dataclass(frozen=True)
@@ -119,10 +107,10 @@ class SwissRoll:
     noise: float = 0.45
     scale: float = 7.5
 
-    def curve(self, u: Float[np.ndarray, " n"]) -> Points:
+    def curve(self, u: Numbers) -> Points:
         """The roll before scaling: (s cos s, s sin s) with s = 3 pi / 2 * (1 + 2u), u in [0, 1]."""
         s = 1.5 * np.pi * (1 + 2 * u)
-        return np.stack([s * np.cos(s), s * np.sin(s)], axis=1)
+        return polar(s, s)
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
         """The points of `make_swiss_roll(n, noise=..., random_state=state)`, whose second coordinate is dropped."""
@@ -130,10 +118,10 @@ class SwissRoll:
         state.uniform(size=n)  # along the roll's axis
         return (points + self.noise * state.standard_normal((3, n))[[0, 2]].T) / self.scale
 
-    def law(self, panels: int = 512) -> Law:
-        """The integral over u of the Gaussian box around curve(u); more panels change nothing."""
-        u, weights = quadrature(panels)
-        return mixture_law(self.curve(u) / self.scale, torch.from_numpy(weights), self.noise / self.scale)
+    def law(self) -> Law:
+        """The integral over u of the Gaussian box around curve(u)."""
+        u, weights = quadrature(512)
+        return mixture_law(self.curve(u) / self.scale, weights, self.noise / self.scale)
 
 
 class Piece(NamedTuple):
@@ -143,17 +131,12 @@ class Piece(NamedTuple):
     mass: float = 1.0
 
 
-@dataclass(frozen=True)
 class Strokes:
     """Curves blurred by a Gaussian: curve_k(u) + noise * N(0, I) with P(k) proportional to the mass of piece k."""
 
-    noise: float
-    pieces: tuple[Piece, ...]
-
-    @property
-    def shares(self) -> Float[np.ndarray, " K"]:
-        """P(k) of each piece."""
-        return np.array([piece.mass for piece in self.pieces]) / sum(piece.mass for piece in self.pieces)
+    def __init__(self, noise: float, *pieces: Piece):
+        self.noise, self.pieces = noise, pieces
+        self.shares = np.array([piece.mass for piece in pieces]) / sum(piece.mass for piece in pieces)
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
         """A piece, a point on it, noise; in this order from the random stream."""
@@ -164,16 +147,15 @@ class Strokes:
             points[chosen == k] = piece.curve(u[chosen == k])
         return points + self.noise * state.standard_normal((n, 2))
 
-    def law(self, panels: int = 128) -> Law:
+    def law(self) -> Law:
         """sum_k P(k) * integral over u of the Gaussian box around curve_k(u).
 
         Within a panel the longest curve moves by less than two standard deviations of its noise. Over that range 16
-        nodes integrate a Gaussian box to machine precision: more panels change nothing.
+        nodes integrate a Gaussian box to machine precision.
         """
-        u, weight = quadrature(panels)
+        u, weight = quadrature(128)
         points = np.concatenate([piece.curve(u) for piece in self.pieces])
-        weights = np.concatenate([share * weight for share in self.shares])
-        return mixture_law(points, torch.from_numpy(weights), self.noise)
+        return mixture_law(points, np.concatenate([share * weight for share in self.shares]), self.noise)
 
 
 @dataclass(frozen=True)
@@ -181,29 +163,23 @@ class Squares:
     """Squares with sides along the axes, one chosen uniformly and a point uniform in it; without noise."""
 
     side: float
-    corners: tuple[tuple[float, float], ...]  # lower left
+    corners: Points  # lower left
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
         """A square, then a point in it."""
-        corners = np.array(self.corners)[state.randint(len(self.corners), size=n)]
+        corners = self.corners[state.randint(len(self.corners), size=n)]
         return corners + self.side * state.uniform(size=(n, 2))
 
     def law(self) -> Law:
         """1/K * sum_k P_k(i) P_k(j), where P_k(i) is the share of square k's side that lies in cell i."""
-        corners = torch.tensor(self.corners, dtype=torch.float64)
-        below = ((torch.from_numpy(EDGES) - corners[..., None]) / self.side).clamp(0, 1)
+        below = ((torch.from_numpy(EDGES) - torch.from_numpy(self.corners)[..., None]) / self.side).clamp(0, 1)
         first, second = between(below).unbind(1)
-        return first.T @ second / len(corners)
+        return first.T @ second / len(self.corners)
 
 
-def polar(radius: Float[np.ndarray, " n"] | float, angle: Float[np.ndarray, " n"]) -> Points:
+def polar(radius: Numbers | float, angle: Numbers) -> Points:
     """Points about the origin."""
     return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-
-
-def mode(x: float, y: float) -> Piece:
-    """A single point."""
-    return Piece(lambda u: np.tile([x, y], (len(u), 1)))
 
 
 def segment(start: tuple[float, float], end: tuple[float, float]) -> Piece:
@@ -222,60 +198,67 @@ def ring(radius: float) -> Piece:
     return Piece(arc(radius, 0.0, 2 * math.pi).curve)
 
 
-def _modes(spacing: float = 0.94, angle: float = math.radians(27)) -> Strokes:
-    """A 5 x 5 grid of equal modes, turned: along the axes it would be the product of its marginals."""
-    cos, sin = spacing * math.cos(angle), spacing * math.sin(angle)
-    nodes = itertools.product(range(-2, 3), repeat=2)
-    return Strokes(0.08, tuple(mode(i * cos - j * sin, i * sin + j * cos) for i, j in nodes))
+def grid_of_modes(angle: float) -> Strokes:
+    """5 x 5 equal modes, turned by an angle: along the axes they would be the product of their marginals."""
+
+    def mode(i: int, j: int, cos: float = 0.94 * math.cos(angle), sin: float = 0.94 * math.sin(angle)) -> Piece:
+        return Piece(lambda u: np.tile([i * cos - j * sin, i * sin + j * cos], (len(u), 1)))
+
+    return Strokes(0.08, *itertools.starmap(mode, itertools.product(range(-2, 3), repeat=2)))
 
 
-def _pinwheel(k: int, u: Float[np.ndarray, " n"], inner: float = 0.5, outer: float = 2.6) -> Points:
+def pinwheel(k: int) -> Piece:
     """An arm that bends ever more on the way out: radius r at angle 2 pi k / 5 + 1/4 exp(r / 1.6), r uniform."""
-    r = inner + u * (outer - inner)
-    return polar(r, 2 * math.pi * k / 5 + 0.25 * np.exp(r / 1.6))
+
+    def curve(u: Numbers) -> Points:
+        r = 0.5 + u * (2.6 - 0.5)
+        return polar(r, 2 * math.pi * k / 5 + 0.25 * np.exp(r / 1.6))
+
+    return Piece(curve)
 
 
-def _diagonal_grid(gap: float = 1.5, reach: float = 2.2) -> Strokes:
-    """A net of three and three straight lines that run at 45 degrees to the axes."""
+def net(gap: float, reach: float) -> list[Piece]:
+    """Three and three straight lines that run at 45 degrees to the axes."""
 
     def turned(x: float, y: float) -> tuple[float, float]:
         return (x - y) / math.sqrt(2), (x + y) / math.sqrt(2)
 
-    rising = [segment(turned(-reach, y), turned(reach, y)) for y in (-gap, 0.0, gap)]
-    falling = [segment(turned(x, -reach), turned(x, reach)) for x in (-gap, 0.0, gap)]
-    return Strokes(0.07, (*rising, *falling))
+    lines = (-gap, 0.0, gap)
+    rising = [segment(turned(-reach, y), turned(reach, y)) for y in lines]
+    return rising + [segment(turned(x, -reach), turned(x, reach)) for x in lines]
 
 
-def _spiral(sign: int, u: Float[np.ndarray, " n"], start: float = math.pi / 2, end: float = 3 * math.pi) -> Points:
+def spiral(sign: int) -> Piece:
     """An Archimedean arm, radius = angle / 3.7; the square of the angle is uniform, so mass is nearly even."""
-    s = np.sqrt(start**2 + u * (end**2 - start**2))
-    return polar(sign * s / 3.7, s)
+    start, end = math.pi / 2, 3 * math.pi
+
+    def curve(u: Numbers) -> Points:
+        s = np.sqrt(start**2 + u * (end**2 - start**2))
+        return polar(sign * s / 3.7, s)
+
+    return Piece(curve)
 
 
-def _letter() -> Strokes:
-    """The letter R: stem, bowl and leg, which gives level, upright, slanted and round strokes."""
-    left, top, join, radius = -1.4, 2.4, 0.2, 1.2
-    stem = segment((left, -top), (left, top))
-    bars = segment((left, top), (join, top)), segment((left, 0.0), (join, 0.0))
-    bowl = arc(radius, -math.pi / 2, math.pi / 2, (join, top - radius))
-    return Strokes(0.08, (stem, *bars, bowl, segment((join, 0.0), (1.5, -top))))
-
-
-Planar = Modes | SwissRoll | Strokes | Squares
-_DARK = [(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0]
-DENSITIES: dict[str, Planar] = {
+DARK = np.array([(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0])
+DENSITIES: dict[str, Modes | SwissRoll | Strokes | Squares] = {
     "swiss-roll": SwissRoll(),
     # The dark squares of a board of 4 x 4; their sides do not fall on edges of tokens.
-    "checkerboard": Squares(1.2, tuple((1.2 * (i - 2), 1.2 * (j - 2)) for i, j in _DARK)),
+    "checkerboard": Squares(1.2, 1.2 * (DARK - 2)),
     # The half circles of scikit-learn's `make_moons`, about their middle (1/2, 1/4) and enlarged by 1.75.
-    "moons": Strokes(
-        0.1, (arc(1.75, 0.0, math.pi, (-0.875, -0.4375)), arc(1.75, math.pi, 2 * math.pi, (0.875, 0.4375)))
+    "moons": Strokes(0.1, arc(1.75, 0.0, math.pi, (-0.875, -0.4375)), arc(1.75, math.pi, 2 * math.pi, (0.875, 0.4375))),
+    "25-modes": grid_of_modes(math.radians(27)),
+    "two-rings": Strokes(0.07, ring(1.25), ring(2.5)),
+    "pinwheel": Strokes(0.09, *map(pinwheel, range(5))),
+    "three-rings": Strokes(0.06, ring(0.7), ring(1.4), ring(2.1)),
+    "diagonal-grid": Strokes(0.07, *net(1.5, 2.2)),
+    "two-spirals": Strokes(0.07, spiral(1), spiral(-1)),
+    # The letter R: stem, two bars, bowl and leg, which gives level, upright, slanted and round strokes.
+    "letter": Strokes(
+        0.08,
+        segment((-1.4, -2.4), (-1.4, 2.4)),
+        segment((-1.4, 2.4), (0.2, 2.4)),
+        segment((-1.4, 0.0), (0.2, 0.0)),
+        arc(1.2, -math.pi / 2, math.pi / 2, (0.2, 2.4 - 1.2)),
+        segment((0.2, 0.0), (1.5, -2.4)),
     ),
-    "25-modes": _modes(),
-    "two-rings": Strokes(0.07, (ring(1.25), ring(2.5))),
-    "pinwheel": Strokes(0.09, tuple(Piece(partial(_pinwheel, k)) for k in range(5))),
-    "three-rings": Strokes(0.06, (ring(0.7), ring(1.4), ring(2.1))),
-    "diagonal-grid": _diagonal_grid(),
-    "two-spirals": Strokes(0.07, (Piece(partial(_spiral, 1)), Piece(partial(_spiral, -1)))),
-    "letter": _letter(),
 }

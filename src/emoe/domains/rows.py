@@ -12,9 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import Domain, DomainConfig, ShuffledRows
+from emoe.domains.base import Domain, DomainConfig, ShuffledRows, permutation
 from emoe.domains.metrics import OVERLAP_ROWS, overlap, pair_overlap, validity
-from emoe.domains.rows.reading import as_symbols, read
+from emoe.domains.reading import read_symbols
 from emoe.rng import derive_seed
 from emoe.types import Measurement, TokenSpace
 
@@ -43,12 +43,11 @@ class Rows(Domain):
     task: ClassVar[str] = "rows"
 
     def __init__(self, config: RowsConfig, seed: int):
-        path = Path(config.path)
-        rows = torch.from_numpy(as_symbols(read(path, config.key), path))
+        rows = torch.from_numpy(read_symbols(Path(config.path), config.key))
         size = int(rows.max()) + 2
-        self.name, self.seed = path.stem, seed
+        self.name, self.seed = Path(config.path).stem, seed
         self.space = TokenSpace(size=size, mask_id=size - 1, length=rows.shape[1])
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(derive_seed(seed, "rows", "split")))
+        order = permutation(len(rows), seed, "rows", "split")
         count = min(max(1, round(config.held_out * len(rows))), len(rows) - 1)
         self.held_out, self.rows = rows[order[:count]], rows[order[count:]]
 
