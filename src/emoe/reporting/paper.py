@@ -20,27 +20,20 @@ COMPARABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @functools.cache
-def paper_rows() -> tuple[dict[str, Any], ...]:
-    """All rows of `paper.json`: table, task, data, method, metric, nfe, variant, value, std."""
-    text = resources.files("emoe.reporting").joinpath("paper.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text)["rows"])
+def paper_numbers() -> dict[tuple[Any, ...], float]:
+    """The numbers of `paper.json` by task, data, method, metric, NFE and variant.
 
-
-@functools.cache
-def _index() -> dict[tuple[Any, ...], float]:
-    names = ("task", "data", "method", "metric", "nfe", "variant")
-    return {tuple(row[name] for name in names): row["value"] for row in paper_rows()}
-
-
-def paper_value(
-    task: str, data: str, method: str, metric: str, nfe: int | None, *, variant: str | None = None
-) -> float | None:
-    """The paper's number, or None where it gives none.
-
-    `nfe` is None for metrics that do not depend on it. `variant` is None for the main comparison; `greedy` and
+    The NFE is None for metrics that do not depend on it. The variant is None for the main comparison; `greedy` and
     `route_tau=1` for the collapse ablation of E-MoE, `official` for perplexities that the paper quotes from elsewhere.
     """
-    return _index().get((task, data, method, metric, nfe, variant))
+    text = resources.files("emoe.reporting").joinpath("paper.json").read_text(encoding="utf-8")
+    key = ("task", "data", "method", "metric", "nfe", "variant")
+    return {tuple(row[name] for name in key): row["value"] for row in json.loads(text)["rows"]}
+
+
+def paper_methods() -> set[str]:
+    """The methods of the paper, under our names."""
+    return {key[2] for key in paper_numbers()}
 
 
 def comparable(rows: Iterable[Row], data: str) -> tuple[str, str] | None:

@@ -21,7 +21,7 @@ class Recipe(NamedTuple):
 def parse(recipe: str | None) -> Recipe:
     """The parts of a name; values may hold spaces."""
     name, *changes = re.split(r"\s+(?=[\w.-]+=)", str(recipe))
-    return Recipe(name, {field: value for field, _, value in (change.partition("=") for change in changes)})
+    return Recipe(name, dict(change.split("=", 1) for change in changes))
 
 
 def as_typed(changes: Mapping[str, str]) -> str:
@@ -48,7 +48,7 @@ def common_changes(rows: Iterable[Row]) -> dict[str, str]:
 def reference_name(changes: Mapping[str, str]) -> str:
     """The recipe of real data beside models with these changes; changes of the data are part of it."""
     data = {field: value for field, value in changes.items() if field.startswith("domain.")}
-    return " ".join(filter(None, ("reference", as_typed(data))))
+    return f"reference {as_typed(data)}".strip()
 
 
 def main_recipe(rows: list[Row]) -> list[Row]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from emoe.reporting.cells import Column, Line, Number, Stack
+from emoe.reporting.cells import Line, Number, Stack
 from emoe.reporting.grid import main_rows, sampled
-from emoe.reporting.results import Results, methods_of
-from emoe.reporting.table import Table, TableSpec, build
+from emoe.reporting.results import Results, methods_of, select
+from emoe.reporting.table import Table, build
 
-VALIDITY, OVERLAP = (Number(metric, form=".1f", error=False) for metric in ("validity", "overlap"))
-FRECHET = Number("frechet", form=".1f", error=False)
-PERPLEXITY = Number("gen_ppl", {"convention": "paper"}, ",.0f", error=False)
-ENTROPY = Number("entropy", {"convention": None}, ".2f", prefix="H ", error=False)
-CELLS: dict[str, Stack] = {
-    "8-modes, 1 call": Stack([number.at(data="8-modes", nfe=1) for number in (VALIDITY, OVERLAP)]),
-    "Swiss-roll, 1 call": Stack([number.at(data="swiss-roll", nfe=1) for number in (VALIDITY, OVERLAP)]),
-    "MNIST, 1 call": Stack([FRECHET.at(data="mnist", nfe=1)]),
-    "64 calls": Stack([FRECHET.at(data="mnist", nfe=64)]),
-    "news, 1 call": Stack([number.at(task="text", nfe=1) for number in (PERPLEXITY, ENTROPY)]),
-    "128 calls": Stack([number.at(task="text", nfe=128) for number in (PERPLEXITY, ENTROPY)]),
+Plain = partial(Number, error=False)
+TOY = Stack([Plain("validity", form=".1f"), Plain("overlap", form=".1f")])
+FRECHET = Stack([Plain("frechet", form=".1f")])
+TEXT = Stack([Plain("gen_ppl", {"convention": "paper"}, ",.0f"), Plain("entropy", {"convention": None}, ".2f", "H ")])
+COLUMNS = {  # heading -> cell, data set or task, network calls
+    "8-modes, 1 call": (TOY, {"data": "8-modes", "nfe": 1}),
+    "Swiss-roll, 1 call": (TOY, {"data": "swiss-roll", "nfe": 1}),
+    "MNIST, 1 call": (FRECHET, {"data": "mnist", "nfe": 1}),
+    "64 calls": (FRECHET, {"data": "mnist", "nfe": 64}),
+    "news, 1 call": (TEXT, {"task": "text", "nfe": 1}),
+    "128 calls": (TEXT, {"task": "text", "nfe": 128}),
 }
 
 
@@ -27,15 +27,12 @@ def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
     """Methods that were measured on the toy, and the other models of text, without errors."""
     rows = main_rows(sampled(toy), task="toy", metric=["validity", "overlap"])
     rows += mnist.select(task="mnist", metric="frechet") + text.select(task="text", metric=["gen_ppl", "entropy"])
-    models = [row for row in Results().of(rows).models.rows if row.recipe and " method." not in row.recipe]
-    lines = [
-        Line((toy.label(name),), [row for row in models if row.method == name], name) for name in methods_of(models)
-    ]
-    columns: list[Column] = [(heading, partial(_cell, cell)) for heading, cell in CELLS.items()]
-    return build(TableSpec(["Method"], lines, columns))
+    rows = [row for row in Results(rows).models.rows if " method." not in str(row.recipe)]
+    lines = [Line((toy.label(name),), select(rows, method=name), name) for name in methods_of(rows)]
+    return build(["Method"], lines, [(heading, partial(_cell, *column)) for heading, column in COLUMNS.items()])
 
 
-def _cell(cell: Stack, line: Line) -> str:
+def _cell(cell: Stack, where: dict[str, object], line: Line) -> str:
     """The first number, and the second in parentheses."""
-    first, *second = cell(line).split("\n")
+    first, *second = cell(line.where(**where)).split("\n")
     return first + "".join(f" ({text})" for text in second)

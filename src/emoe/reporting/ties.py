@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from emoe.reporting.cells import DASH, Column, Line, Number
 from emoe.reporting.recipes import all_with, as_typed, common, parse
-from emoe.reporting.results import Results, Row
-from emoe.reporting.table import Table, TableSpec, build, comma, note
+from emoe.reporting.results import Results, Row, select
+from emoe.reporting.table import Table, build, comma, note
 
 # Models of the study: name -> recipe and what is changed in it.
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     "mdlm": ("ties-mdlm", {}),
     "vadd": ("ties-vadd", {}),
     "paper": ("ties-emoe", {}),
-    "plus": ("ties-emoe-plus", {}),
-    "wake-sleep-row": ("ties-emoe-plus", {"method.credit": "row"}),
-    "all-carry": ("ties-emoe-plus", {"method.carriers": "all"}),
-    "straight-through-spread": ("ties-emoe", {"method.carriers": "spread", "method.last-block": "summed"}),
+    "plus": ("ties-emoe-wake-sleep", {}),
+    "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
+    "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
 }
+EARLIER = {"ties-emoe-plus": "ties-emoe-wake-sleep"}  # name of a recipe in recorded rows -> today's
 DEPTHS = {2: 2, 4: 3, 8: 4, 16: 4, 32: 6, 64: 6}  # length of a row -> blocks of the network
 RECIPE_DEPTH = 4  # of the recipes ties-*, whose names do not say it
 FIELDS = ("domain.family", "domain.length", "domain.symbols", "backbone.depth")  # no part of a variant
@@ -53,7 +52,9 @@ def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
     name, changes = parse(recipe)
     left = {field: value for field, value in changes.items() if field not in FIELDS}
     fitting = [
-        (variant, own) for variant, (base, own) in VARIANTS.items() if base == name and own.items() <= left.items()
+        (variant, own)
+        for variant, (base, own) in VARIANTS.items()
+        if base == EARLIER.get(name, name) and own.items() <= left.items()
     ]
     variant, own = max(fitting, default=(name, {}), key=lambda fit: len(fit[1]))
     return variant, {field: value for field, value in left.items() if field not in own}
@@ -67,31 +68,26 @@ def common_changes(results: Results) -> dict[str, str]:
 def by_variant(results: Results) -> dict[tuple[TieSetting, str], list[Row]]:
     """The rows of models on tied symbols, by ties and variant.
 
-    A variant's name holds what was changed in it but not in all models. The depth is part of it only where the same
-    one was trained on the same ties with several depths, and then only if it is not the usual one.
+    A variant's name holds what was changed in it but not in all models, and an unusual depth.
     """
     shared = common_changes(results)
-    groups: dict[tuple[TieSetting, str], dict[int, list[Row]]] = {}
+    groups: dict[tuple[TieSetting, str], list[Row]] = {}
     for row in results.models.rows:
-        variant, changes = variant_of(row.recipe)
-        own = as_typed({field: value for field, value in changes.items() if field not in shared})
-        depth = int(parse(row.recipe).changes.get("backbone.depth", RECIPE_DEPTH))
-        groups.setdefault((setting_of(row.data), f"{variant} {own}".strip()), {}).setdefault(depth, []).append(row)
-    several = any(len(by_depth) > 1 for by_depth in groups.values())
-    return {
-        (ties, label + f" backbone.depth={depth}" * (several and depth != default_depth(ties.length))): rows
-        for (ties, label), by_depth in groups.items()
-        for depth, rows in by_depth.items()
-    }
+        ties, (variant, changes) = setting_of(row.data), variant_of(row.recipe)
+        own = {field: value for field, value in changes.items() if field not in shared}
+        depth = parse(row.recipe).changes.get("backbone.depth", str(RECIPE_DEPTH))
+        if depth != str(default_depth(ties.length)):
+            own["backbone.depth"] = depth
+        groups.setdefault((ties, f"{variant} {as_typed(own)}".strip()), []).append(row)
+    return groups
 
 
 def ordered_variants(labels: Iterable[str]) -> list[str]:
     """Labels in the order of `VARIANTS`, those with further changes after their own variant."""
-    order = list(VARIANTS)
 
     def key(label: str) -> tuple[int, str]:
-        first = label.partition(" ")[0]
-        return (order.index(first) if first in order else len(order)), label
+        variant = label.partition(" ")[0]
+        return [*VARIANTS, variant].index(variant), label
 
     return sorted(set(labels), key=key)
 
@@ -102,9 +98,9 @@ def scaling_tables(results: Results) -> list[Table]:
     groups, ideal = by_variant(results), results.select(method="ideal")
 
     def cell(length: int, line: Line) -> str:
-        same = Line((), [row for row in line.rows if row.nfe == 1 and setting_of(row.data).length == length])
-        coverage = Number("coverage").mean(same)
-        return Number("ties")(same) + (f" ({coverage.mean:.1f})" if coverage else "")
+        same = Line((), [row for row in select(line.rows, nfe=1) if setting_of(row.data).length == length])
+        coverage = Number("coverage", error=False)(same)
+        return Number("ties")(same) + f" ({coverage})" * (coverage != DASH)
 
     lines = []
     for family in sorted({ties.family for ties, _ in groups}):
@@ -113,7 +109,7 @@ def scaling_tables(results: Results) -> list[Table]:
             lines.append(Line((family, label), [row for key, rows in own.items() if key[1] == label for row in rows]))
         lines.append(Line((family, "chance"), [row for row in ideal if setting_of(row.data).family == family]))
     columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted({t.length for t, _ in groups})]
-    return _tables("scaling-table", results, TableSpec(["Ties", "Variant"], lines, columns, align="ll"))
+    return build(["Ties", "Variant"], lines, columns, _note("scaling-table", results, lines), align="ll")
 
 
 def health_tables(results: Results) -> list[Table]:
@@ -132,7 +128,7 @@ def health_tables(results: Results) -> list[Table]:
         ("effective draws", Number("effective_draws")),
         ("dead experts", _dead_experts),
     ]
-    return _tables("scaling-health", results, TableSpec(["Ties", "L", "Variant"], lines, columns, align="lrl"))
+    return build(["Ties", "L", "Variant"], lines, columns, _note("scaling-health", results, lines), align="lrl")
 
 
 def _dead_experts(line: Line) -> str:
@@ -140,9 +136,14 @@ def _dead_experts(line: Line) -> str:
     return f"{Number(form='.3g', error=False)(dead)} of {dead.rows[0].n}" if dead.rows else DASH
 
 
-def _tables(name: str, results: Results, spec: TableSpec) -> list[Table]:
-    labels = dict.fromkeys(line.labels[-1].partition(" ")[0] for line in spec.lines if line.labels[-1] != "chance")
-    recipes = {label: VARIANTS.get(label, (label, {})) for label in labels}
-    words = (f"{label} is `{f'{recipe} {as_typed(own)}'.strip()}`" for label, (recipe, own) in recipes.items())
-    values = {"variants": comma(words), "numbers": comma(results.seeds), "shared": all_with(common_changes(results))}
-    return build(dataclasses.replace(spec, note=note(name, results, **values)))
+def _note(name: str, results: Results, lines: Sequence[Line]) -> str:
+    """A note that says which recipe and changes each variant is."""
+    words = {}
+    for line in lines:
+        for row in line.rows[:1] if line.labels[-1] != "chance" else ():
+            variant, left = variant_of(row.recipe)
+            recipe, changes = parse(row.recipe)
+            own = {field: value for field, value in changes.items() if field not in (*left, *FIELDS)}
+            words[variant] = f"{variant} is `{f'{recipe} {as_typed(own)}'.strip()}`"
+    shared = all_with(common_changes(results))
+    return note(name, results, variants=comma(words.values()), numbers=comma(results.seeds), shared=shared)

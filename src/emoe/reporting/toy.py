@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 from emoe.reporting.cells import DASH, MINUS, Line, Number, data_name, data_order, measure, over, write
-from emoe.reporting.grid import grid_note, main_rows, metric_lines, metric_tables, sampled, seeds_and_samples
+from emoe.reporting.grid import grid_note, main_rows, metric_tables, sampled, seeds_and_samples
+from emoe.reporting.paper import comparable
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, Row, RunInfo, methods_of
-from emoe.reporting.table import Table, TableSpec, build, comma, short_commit, steps_of
+from emoe.reporting.results import Results, Row, methods_of
+from emoe.reporting.table import Table, build, comma, short_commit, steps_of, with_note
 
 METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
 
@@ -19,8 +20,7 @@ def toy_tables(results: Results, metric: str) -> list[Table]:
     """The paper's toy table of a metric with our numbers, from samples as in the paper; the last has the note."""
     results = sampled(results)
     tables = metric_tables(results, "toy", metric)
-    note = grid_note(main_rows(results, task="toy", metric=metric), metric, tables)
-    return tables[:-1] + [dataclasses.replace(table, note=note) for table in tables[-1:]]
+    return with_note(tables, grid_note(main_rows(results, task="toy", metric=metric), metric, tables))
 
 
 def toy_page(results: Results) -> str:
@@ -46,39 +46,29 @@ def side_by_side(tables: Sequence[Table]) -> Table:
 def source(results: Results) -> str:
     """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
     rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
-    groups: dict[tuple[str, ...], list[RunInfo]] = {}
-    for run in (results.runs[name] for name in sorted({row.run for group in rows.values() for row in group})):
-        groups.setdefault((run.commit, run.device, run.torch, run.python), []).append(run)
-    sources = []
-    for (commit, device, torch, python), runs in groups.items():
-        commands = list(dict.fromkeys(f"`{run.command}`" for run in runs))
-        more = f" and {len(commands) - 3} more commands" if len(commands) > 3 else ""
-        machine = f"on {device} (torch {torch}, Python {python})"
-        sources.append(f"{comma(commands[:3])}{more} at commit `{short_commit(commit)}` {machine}")
+    commands: dict[str, dict[str, None]] = {}
+    for name in sorted({row.run for group in rows.values() for row in group}):
+        run = results.runs[name]
+        where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
+        commands.setdefault(where, {})[f"`{run.command}`"] = None
+    sources = "; ".join(f"{comma(own)} {where}" for where, own in commands.items())
     samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
-    return f"Made by {'; '.join(sources)}: {'; '.join(samples)}."
+    return f"Made by {sources}: {'; '.join(samples)}."
 
 
 def gaps(results: Results) -> str:
     """How far VADD and E-MoE are from the paper at one network call, in points, with the sign."""
-    part = sampled(results).only(task="toy", metric=METRICS)
+    part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
     sentences = []
-    for method in ("vadd", "emoe"):
-        for data in data_order(row.data for row in part.models.rows):
-            groups = (metric_lines(part.only(data=data, metric=metric)) for metric in METRICS)
-            validity, overlap = ({line.method: line for line in lines}.get(method, Line(())) for lines in groups)
-            paper = validity.reported("validity", 1)
-            if paper is None:
-                continue
-            mean, beside = (Number(where={"nfe": 1}).mean(line) for line in (validity, overlap))
-            text = f"- {part.label(method)} on {data_name(data)} at NFE 1: "
-            if mean is None:
-                sentences.append(f"{text}not measured; the paper reports a validity of {paper:.1f}.")
-                continue
+    for method, data in itertools.product(("vadd", "emoe"), data_order(part.models.rows)):
+        rows = main_rows(part, method=method, data=data)
+        line = Line((), rows, method, paper=comparable(rows, data), nfe=1)
+        mean, paper = Number("validity").mean(line), line.reported("validity")
+        if mean is not None and paper is not None:
             gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
-            also = f"overlap {beside.mean:.1f}" if beside else "overlap not measured"
-            ours = f"validity {write(mean, '.1f', plain=True)}"
-            sentences.append(f"{text}{ours}, the paper reports {paper:.1f}: {gap} points ({also}).")
+            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
+            beside = Number("overlap", error=False)(line)
+            sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {beside}).")
     return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
 
 
@@ -86,8 +76,8 @@ def exact_tables(results: Results) -> list[Table]:
     """Measures of the exact laws of the models, a table for each density, and how far samples lie from them."""
     models = results.only(task="toy", convention="exact").models
     exact = models.of(main_rows(models))
-    specs = []
-    for data in data_order(row.data for row in exact.rows):
+    tables = []
+    for data in data_order(exact.rows):
         part = exact.only(data=data)
         lines = [
             Line((part.label(method), measure(metric).label), part.select(method=method, metric=metric))
@@ -95,9 +85,9 @@ def exact_tables(results: Results) -> list[Table]:
             for metric in ("validity", "overlap", "nll", "kl")
         ]
         columns = over("nfe", "NFE {}", steps_of(lines), Number())
-        specs.append(TableSpec([data_name(data), "of the exact law"], lines, columns, align="ll"))
-    note = f"Mean ± standard error over seeds ({comma(exact.seeds)}). {_largest_distance(results, exact.rows)}"
-    return build(*specs[:-1], *(dataclasses.replace(spec, note=note) for spec in specs[-1:]))
+        tables += build([data_name(data), "of the exact law"], lines, columns, align="ll")
+    distance = _largest_distance(results, exact.rows)
+    return with_note(tables, f"Mean ± standard error over seeds ({comma(exact.seeds)}). {distance}")
 
 
 def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
@@ -106,12 +96,12 @@ def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
     The error is that of n independent samples of the exact law, sqrt(p (1 - p) / n), which stays above zero where all
     samples happen to be valid; that of an exact law whose latent was drawn is added in squares.
     """
+    sampled = {row.identity: row for row in results.select(task="toy", metric="validity", convention=None)}
     distances = []
     for law in (row for row in exact if row.metric == "validity"):
-        same = dict(data=law.data, method=law.method, recipe=law.recipe, seed=law.seed, nfe=law.nfe)
-        for row in results.select(task="toy", metric="validity", convention=None, **same):
-            spread = law.value * (100 - law.value) / row.n if row.n else 0.0
-            error = math.hypot(math.sqrt(max(spread, 0.0)), law.stderr or 0.0)
+        row = sampled.get((*law.identity[:-1], None))  # the convention is the last
+        if row is not None and row.n:
+            error = math.hypot(math.sqrt(max(law.value * (100 - law.value) / row.n, 0.0)), law.stderr or 0.0)
             if error > 0:
                 distances.append((abs(row.value - law.value) / error, row, law))
     if not distances:
