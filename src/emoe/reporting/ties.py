@@ -12,8 +12,8 @@ from emoe.reporting.recipes import all_with, as_typed, common, parse
 from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, comma, note
 
-# Models of the study: name -> recipe and what is changed in it.
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+Models = dict[str, tuple[str, dict[str, str]]]  # name -> recipe and changed fields
+VARIANTS: Models = {
     "mdlm": ("ties-mdlm", {}),
     "vadd": ("ties-vadd", {}),
     "paper": ("ties-emoe", {}),
@@ -21,7 +21,12 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
     "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
 }
-EARLIER = {"ties-emoe-plus": "ties-emoe-wake-sleep"}  # name of a recipe in recorded rows -> today's
+EARLIER: Models = {  # the same under the names and fields of schema 1, as recorded
+    "plus": ("ties-emoe-plus", {}),
+    "wake-sleep-row": ("ties-emoe-plus", {"method.credit": "row"}),
+    "all-carry": ("ties-emoe-plus", {"method.carriers": "all"}),
+    "straight-through-spread": ("ties-emoe", {"method.carriers": "spread", "method.last-block": "summed"}),
+}
 DEPTHS = {2: 2, 4: 3, 8: 4, 16: 4, 32: 6, 64: 6}  # length of a row -> blocks of the network
 RECIPE_DEPTH = 4  # of the recipes ties-*, whose names do not say it
 FIELDS = ("domain.family", "domain.length", "domain.symbols", "backbone.depth")  # no part of a variant
@@ -51,11 +56,8 @@ def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
     """The variant behind a recipe's name, and further changes but those of data and depth."""
     name, changes = parse(recipe)
     left = {field: value for field, value in changes.items() if field not in FIELDS}
-    fitting = [
-        (variant, own)
-        for variant, (base, own) in VARIANTS.items()
-        if base == EARLIER.get(name, name) and own.items() <= left.items()
-    ]
+    known = [*VARIANTS.items(), *EARLIER.items()]
+    fitting = [(variant, own) for variant, (base, own) in known if base == name and own.items() <= left.items()]
     variant, own = max(fitting, default=(name, {}), key=lambda fit: len(fit[1]))
     return variant, {field: value for field, value in left.items() if field not in own}
 
