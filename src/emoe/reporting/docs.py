@@ -9,18 +9,25 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from emoe.files import replace_file
-from emoe.reporting import images, latent, likelihood, steps, summary, text, ties, toy
+from emoe.reporting import held_out, images, likelihood, steps, summary, text, ties, toy
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table
 
 COMMAND = "python -m emoe.reporting.docs"
+MARKERS = re.compile(
+    r"^(?P<fence>```|~~~).*?^(?P=fence)"
+    r"|^<!-- generated:(?P<name>[\w-]+) -->\n(?P<content>.*?)^<!-- /generated:(?P=name) -->$"
+    r"|^<!-- /?generated:[\w-]+ -->$",
+    re.MULTILINE | re.DOTALL,
+)
 load = functools.cache(Results.load)  # many blocks are made of one file
 Block = Callable[[Path], str]  # writes the content of a block from a folder of results
 
@@ -41,27 +48,20 @@ def block(make: Callable[..., str | list[Table]], *files: str, command: str = ""
     return write
 
 
+mnist_steps, checks = partial(steps.step_table, data="mnist-step-gpu"), partial(text.text_tables, "checks")
 BLOCKS: dict[str, Block] = {
     "summary": block(summary.summary, "toy", "mnist", "text"),
     "toy-source": block(toy.source, "toy"),
     "toy-gaps": block(toy.gaps, "toy"),
     "toy-exact": block(toy.exact_tables, "toy"),
-    "mnist-steps": block(
-        lambda results: steps.step_tables(results.only(data="mnist-step-gpu")),
-        "benchmark",
-        command="python benchmarks/step_time.py --record",
-    ),  # fmt: skip
     "mnist-bpd": block(images.bpd_tables, "mnist"),
+    "mnist-steps": block(mnist_steps, "benchmark", command="python benchmarks/step_time.py --record"),
     "likelihood-table": block(likelihood.likelihood_tables, "likelihood"),
-    "held-out-table": block(latent.held_out_tables, "held-out"),
+    "held-out-table": block(held_out.held_out_tables, "held-out"),
     "scaling-table": block(ties.scaling_tables, "scaling"),
     "scaling-health": block(ties.health_tables, "scaling"),
-    "text-checks": block(partial(text.text_tables, "checks"), "text"),
-    "text-tiny-checks": block(
-        partial(text.text_tables, "checks"),
-        "text-tiny",
-        command="emoe reproduce text --size text-tiny",
-    ),  # fmt: skip
+    "text-checks": block(checks, "text"),
+    "text-tiny-checks": block(checks, "text-tiny", command="emoe reproduce text --size text-tiny"),
 }
 # Whole pages below results/, made of the file of the same name.
 PAGES: dict[str, Callable[[Results], str]] = {
@@ -73,54 +73,48 @@ PAGES: dict[str, Callable[[Results], str]] = {
 }
 
 
-def render(
-    page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS, mark: str = "generated"
-) -> tuple[str, list[str]]:
+def known_blocks(root: Path) -> dict[str, Block]:
+    """The blocks of the package and, where the checkout has them, those of `research/tables.py`."""
+    path = root / "research" / "tables.py"
+    return BLOCKS | (runpy.run_path(str(path))["BLOCKS"] if path.exists() else {})
+
+
+def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> tuple[str, list[str]]:
     """A Markdown text with all its blocks made anew from a folder of results, and the names of those that changed."""
-    markers = re.compile(
-        r"^(?P<fence>```|~~~).*?^(?P=fence)"
-        rf"|^<!-- {mark}:(?P<name>[\w-]+) -->\n(?P<content>.*?)^<!-- /{mark}:(?P=name) -->$"
-        rf"|^<!-- /?{mark}:[\w-]+ -->$",
-        re.MULTILINE | re.DOTALL,
-    )
     stale: list[str] = []
 
     def fresh(match: re.Match[str]) -> str:
         name, line = match["name"], page.count("\n", 0, match.start()) + 1
         if match["fence"]:
             return match[0]  # a marker inside a code fence is an example of a marker
-        if not name or markers.search(match["content"]):
+        if not name or MARKERS.search(match["content"]):
             raise BlockError(f"line {line}: {match[0].splitlines()[0]} does not pair up")
         if name not in blocks:
             raise BlockError(f"line {line}: no block {name!r}; known: {', '.join(sorted(blocks))}")
         content = blocks[name](folder).strip("\n")
-        text = f"<!-- {mark}:{name} -->\n\n{content}\n\n<!-- /{mark}:{name} -->"
+        text = f"<!-- generated:{name} -->\n\n{content}\n\n<!-- /generated:{name} -->"
         stale.extend([name] * (text != match[0]))
         return text
 
-    return markers.sub(fresh, page), stale
+    return MARKERS.sub(fresh, page), stale
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    *, blocks: Mapping[str, Block] = BLOCKS, pages: Mapping[str, Callable[[Results], str]] = PAGES,
-    mark: str = "generated", command: str = COMMAND,
-) -> int:  # fmt: skip
+def main(arguments: Sequence[str] | None = None) -> int:
     """Update or check all blocks; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=command, description=main.__doc__)
+    parser = argparse.ArgumentParser(prog=COMMAND, description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a block is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs/ and results/")
     options = parser.parse_args(arguments)
     load.cache_clear()
-    results, stale = options.root / "results", 0
+    results, blocks, stale = options.root / "results", known_blocks(options.root), 0
     files = [*sorted((options.root / "docs").rglob("*.md")), *sorted(results.glob("*.md"))]
     for path in [options.root / "README.md", *files]:
         try:
             page = path.read_text(encoding="utf-8")
-            fresh, changed = render(page, results, blocks, mark)
+            fresh, changed = render(page, results, blocks)
             source = path.with_suffix(".json")
-            if path.parent == results and path.stem in pages and source.exists():
-                fresh = pages[path.stem](load(source))
+            if path.parent == results and path.stem in PAGES and source.exists():
+                fresh = PAGES[path.stem](load(source))
                 changed = [path.stem] * (fresh != page)
         except (OSError, BlockError, ResultsError) as error:
             print(f"{path}: {error}", file=sys.stderr)
@@ -131,7 +125,7 @@ def main(
         if changed and not options.check:
             replace_file(path, fresh)
     if options.check and stale:
-        print(f"run `{command}` to bring them up to date")
+        print(f"run `{COMMAND}` to bring them up to date")
     return int(options.check and stale > 0)
 
 

@@ -11,12 +11,14 @@ RIVAL = "vdm, eager"  # as the benchmark records it
 
 
 def step_tables(results: Results) -> list[Table]:
-    """Milliseconds of a step, a table for each benchmark; of all steps and against the rival where these are known."""
-    part = results.only(metric="step_ms")
-    return [table for data in sorted({row.data for row in part.rows}) for table in _table(part.only(data=data), data)]
+    """A table for each benchmark."""
+    return [table for data in sorted({row.data for row in results.rows}) for table in step_table(results, data)]
 
 
-def _table(part: Results, data: str) -> list[Table]:
+def step_table(results: Results, data: str) -> list[Table]:
+    """Milliseconds of a step; of all steps and against the rival where these are known."""
+    part = results.only(metric="step_ms", data=data)
+
     def label(method: str) -> str:
         name, comma, more = method.partition(", ")
         return "VDM UNet, eager" if method == RIVAL else part.label(name) + comma + more
