@@ -58,18 +58,9 @@ def run(tmp_path: Path) -> Path:
 def results(task: str) -> Results:
     versions = dict(commit="c0ffee", device="a GPU", torch="2", python="3")
     info = RunInfo(command=f"emoe {EVIL}", date="2025-01-01T00:00:00Z", wall_s=1, **versions)
+    same = dict(task=task, data="8-modes", seed=0, n=9)
     rows = [
-        Row(
-            task=task,
-            data="8-modes",
-            method=method,
-            recipe=f"{task}-{method}",
-            seed=0,
-            nfe=nfe,
-            metric=metric,
-            value=value,
-            n=9,
-        )
+        Row(**same, method=method, recipe=f"{task}-{method}", nfe=nfe, metric=metric, value=value)
         for method, value in (("emoe", 90.0), ("mine", 95.0))
         for metric in ("validity", "overlap")
         for nfe in (1, 2)
