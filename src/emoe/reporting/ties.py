@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from emoe.reporting.cells import DASH, Column, Line, Number
@@ -67,37 +67,29 @@ def common_changes(results: Results) -> dict[str, str]:
     return common(variant_of(recipe)[1] for recipe in sorted({str(row.recipe) for row in results.models.rows}))
 
 
-def by_variant(results: Results) -> dict[tuple[TieSetting, str], list[Row]]:
-    """The rows of models on tied symbols, by ties and variant.
+def by_variant(results: Results) -> dict[tuple[str, str], list[Row]]:
+    """The rows of models on tied symbols, by family and variant in the order of tables.
 
     A variant's name holds what was changed in it but not in all models, and an unusual depth.
     """
     shared = common_changes(results)
-    groups: dict[tuple[TieSetting, str], list[Row]] = {}
+    groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in results.models.rows:
         ties, (variant, changes) = setting_of(row.data), variant_of(row.recipe)
         own = {field: value for field, value in changes.items() if field not in shared}
         depth = parse(row.recipe).changes.get("backbone.depth", str(RECIPE_DEPTH))
         if depth != str(default_depth(ties.length)):
             own["backbone.depth"] = depth
-        groups.setdefault((ties, f"{variant} {as_typed(own)}".strip()), []).append(row)
-    return groups
-
-
-def ordered_variants(labels: Iterable[str]) -> list[str]:
-    """Labels in the order of `VARIANTS`, those with further changes after their own variant."""
-
-    def key(label: str) -> tuple[int, str]:
-        variant = label.partition(" ")[0]
-        return [*VARIANTS, variant].index(variant), label
-
-    return sorted(set(labels), key=key)
+        label, rank = f"{variant} {as_typed(own)}".strip(), [*VARIANTS, variant].index(variant)
+        groups.setdefault((ties.family, rank, label), []).append(row)
+    return {(family, label): rows for (family, _, label), rows in sorted(groups.items(), key=lambda item: item[0])}
 
 
 def scaling_tables(results: Results) -> list[Table]:
     """Ties kept in one step and, in parentheses, coverage against the length of a row, by family and variant."""
     results = results.only(task="ties")
     groups, ideal = by_variant(results), results.select(method="ideal")
+    lengths = {setting_of(row.data).length for row in results.models.rows}
 
     def cell(length: int, line: Line) -> str:
         same = Line((), [row for row in select(line.rows, nfe=1) if setting_of(row.data).length == length])
@@ -105,25 +97,22 @@ def scaling_tables(results: Results) -> list[Table]:
         return Number("ties")(same) + f" ({coverage})" * (coverage != DASH)
 
     lines = []
-    for family in sorted({ties.family for ties, _ in groups}):
-        own = {key: rows for key, rows in groups.items() if key[0].family == family}
-        for label in ordered_variants(label for _, label in own):
-            lines.append(Line((family, label), [row for key, rows in own.items() if key[1] == label for row in rows]))
+    for family in dict.fromkeys(family for family, _ in groups):
+        lines += [Line(key, rows) for key, rows in groups.items() if key[0] == family]
         lines.append(Line((family, "chance"), [row for row in ideal if setting_of(row.data).family == family]))
-    columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted({t.length for t, _ in groups})]
+    columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted(lengths)]
     return build(["Ties", "Variant"], lines, columns, _note("scaling-table", results, lines), align="ll")
 
 
 def health_tables(results: Results) -> list[Table]:
     """The latent at the largest length of each family; variants without a latent are left out."""
     results = results.only(task="ties")
-    groups = {key: rows for key, rows in by_variant(results).items() if any(row.metric in HEALTH for row in rows)}
-    largest = {ties.family: ties for ties, _ in sorted(groups)}
-    lines = [
-        Line((ties.family, str(ties.length), label), groups[ties, label])
-        for ties in largest.values()
-        for label in ordered_variants(label for other, label in groups if other == ties)
-    ]
+    longest = dict(sorted({setting_of(row.data) for row in results.select(metric=HEALTH)}))  # family -> length
+    lines = []
+    for (family, label), rows in by_variant(results).items():
+        own = [row for row in select(rows, metric=HEALTH) if setting_of(row.data).length == longest[family]]
+        if own:
+            lines.append(Line((family, str(longest[family]), label), own))
     columns: list[Column] = [
         ("coordination gain", Number("coordination_gain", form="+.3f")),
         ("least usage entropy", Number("least_usage_entropy")),
