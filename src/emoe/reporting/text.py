@@ -19,11 +19,6 @@ from emoe.reporting.results import Results, Row
 from emoe.reporting.table import Table, build, conventions_of, models, note, repeat, span, steps_of
 
 SETTINGS = ("paper", "duo")  # of perplexities
-LATENT = {
-    "usage_entropy": "entropy of usage",
-    "routing_entropy": "entropy of the posterior",
-    "prior_entropy": "entropy of the prior",
-}
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
 Measured = partial(Number, measured=True)
@@ -35,13 +30,12 @@ class Variant(NamedTuple):
 
     name: str  # in the convention of a row
     label: str
-    settings: dict[str, str]
     paper: str  # its name among the paper's numbers, which may have none of it
-    line: str  # in figures
+    settings: dict[str, str] = {}
 
 
-GREEDY = Variant("route_tau=0", "greedy routes", {"method.route-tau": "0"}, "greedy", ":")
-AVERAGED = Variant("mean_below=0.7", "averaged routes", {}, "averaged", "--")  # of version 0.1, as recorded
+GREEDY = Variant("route_tau=0", "greedy routes", "greedy", {"method.route-tau": "0"})
+AVERAGED = Variant("mean_below=0.7", "averaged routes", "averaged")  # of version 0.1, as recorded
 VARIANTS = {variant.name: variant for variant in (GREEDY, AVERAGED)}
 
 
@@ -57,9 +51,10 @@ class Part(NamedTuple):
     data: str
     setting: str = ""
 
-    def models(self, metric: str, **fields: object) -> list[Line]:
+    def models(self, metric: str = "", **fields: object) -> list[Line]:
         """The models that have a number, to be compared with the paper's on LM1B."""
-        return [line for line in models(self.rows, "lm1b") if line.where(metric=metric, **fields).rows]
+        wanted = fields | ({"metric": metric} if metric else {})
+        return [line for line in models(self.rows, "lm1b") if line.where(**wanted).rows]
 
     def table(self, name: str, lines: Sequence[Line], columns: Sequence[Column], **values: object) -> list[Table]:
         """A table with its note."""
@@ -67,20 +62,9 @@ class Part(NamedTuple):
         return build(corner, lines, columns, note(f"text-{name}", self.rows, **values), align="lr"[: len(corner)])
 
 
-# --- Rows ------------------------------------------------------------------------------------------------------------
-
-
 def data_of(results: Results) -> list[str]:
     """Data sets that models were trained on."""
     return sorted({row.data for row in results.models.rows if not row.metric.startswith("zero_shot_")})
-
-
-def _in_variant(line: Line, variant: Variant, setting: str) -> Line:
-    """The rows of another way to sample as if it were the plain one."""
-    plain: dict[str | None, str | None] = {in_setting(setting, variant.name): setting, variant.name: None}
-    rows = [dataclasses.replace(row, convention=plain[row.convention]) for row in line.rows if row.convention in plain]
-    label = f"{line.labels[0]}, {variant.label}"
-    return dataclasses.replace(line, labels=(label,), rows=rows, variant=variant.paper)
 
 
 def _blocks(line: Line) -> list[Line]:
@@ -95,6 +79,9 @@ def _blocks(line: Line) -> list[Line]:
     return [dataclasses.replace(line, labels=(line.labels[0], block), rows=groups[block]) for block in order]
 
 
+# --- The evaluation language model -----------------------------------------------------------------------------------
+
+
 def _eval_lm(part: Part) -> Line:
     """The evaluation language model that scored last: scores of an earlier one were replaced by its own."""
     rows = part.rows.select(method="judge")
@@ -103,18 +90,19 @@ def _eval_lm(part: Part) -> Line:
     return Line((part.rows.label("judge"),), rows, "judge", reference=True)
 
 
-def eval_lm_note(part: Part) -> str:
+def _eval_lm_note(part: Part) -> str:
     """How far to trust the evaluation language model: its perplexity of the test rows beside that of the AR row."""
     exact, lm = Number("ppl", {"convention": "exact"}).mean, _eval_lm(part)
     own, step = exact(lm), Number("judge_step").mean(lm)
-    baseline = next((mean for line in models(part.rows) if line.method == "ar" and (mean := exact(line))), None)
-    text = f"The judge's own perplexity of the test rows is {own.mean:.2f}" if own else ""
-    if own and baseline:
+    if own is None:
+        return ""
+    text = f"The judge's own perplexity of the test rows is {own.mean:.2f}"
+    if baseline := next((mean for line in part.models() if line.method == "ar" and (mean := exact(line))), None):
         relation = "below" if own.mean < baseline.mean else "not below"
         text += f", {relation} that of the AR row, {baseline.mean:.2f}"
-    if own and step:
+    if step:
         text += f"; kept from step {step.mean:,.0f}, where the loss of its own validation rows was lowest"
-    return text and f"{text}."
+    return f"{text}."
 
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
@@ -158,7 +146,7 @@ def gen_ppl_table(part: Part) -> list[Table]:
         return perplexity(setting)(line) + entropy * line.reference
 
     samples = span(row.n for row in rows.models.select(metric="gen_ppl", convention=setting))
-    values = {"setting": setting, "samples": samples, "judge": eval_lm_note(part)}
+    values = {"setting": setting, "samples": samples, "judge": _eval_lm_note(part)}
     return part.table("gen-ppl", lines + [real] * bool(real.rows), over("nfe", "NFE {}", steps, cell), **values)
 
 
@@ -172,6 +160,14 @@ def mauve_table(part: Part) -> list[Table]:
     samples = span(row.n for row in part.rows.select(metric="mauve", convention=None))
     columns = over("nfe", "NFE {}", steps_of(lines, "mauve"), Stack([MAUVE], "{:.2f}"))
     return part.table("mauve", lines, columns, samples=samples, features=features)
+
+
+def _in_variant(line: Line, variant: Variant, setting: str) -> Line:
+    """The rows of another way to sample as if it were the plain one."""
+    plain: dict[str | None, str | None] = {in_setting(setting, variant.name): setting, variant.name: None}
+    rows = [dataclasses.replace(row, convention=plain[row.convention]) for row in line.rows if row.convention in plain]
+    label = f"{line.labels[0]}, {variant.label}"
+    return dataclasses.replace(line, labels=(label,), rows=rows, variant=variant.paper)
 
 
 def collapse_table(part: Part) -> list[Table]:
@@ -199,12 +195,12 @@ def likelihood_table(part: Part) -> list[Table]:
     lines += [lm] * bool(lines and lm.where(metric="ppl").rows)
     columns = over("convention", "{}", conventions_of(lines, "ppl"), likelihood())
     columns = [("paper", reported("ppl", ".2f")), *columns, ("coordination gain", GAIN)]
-    return part.table("likelihood", lines, columns, judge=eval_lm_note(part))
+    return part.table("likelihood", lines, columns, judge=_eval_lm_note(part))
 
 
 def zero_shot_table(part: Part) -> list[Table]:
     """Likelihoods of text from elsewhere."""
-    lines = models(part.rows)
+    lines = part.models()
     columns = over("convention", "{}", conventions_of(lines, "zero_shot_ppl"), likelihood("zero_shot_"))
     return part.table("zero-shot", lines, columns)
 
@@ -218,18 +214,24 @@ def latent_table(part: Part) -> list[Table]:
     """By block, over the last twentieth of training: usage, routing entropy of both sides, route KL."""
     total, kl = Stack([Plain("kl_per_token", form=".4f")], "{:.2f}"), Plain("route_kl", form=".4f")
     lines = []
-    for line in models(part.rows, "lm1b"):
+    for line in part.models():
         blocks = _blocks(line)
-        latent = len(blocks) > 1 or any(row.value for one in blocks for row in one.where(metric="kl_per_token").rows)
+        latent = len(blocks) > 1 or any(
+            row.value for block in blocks for row in block.where(metric="kl_per_token").rows
+        )
         lines += [block for block in blocks if latent and (block.labels[1] != "all" or total(block) != DASH)]
-    columns: list[Column] = [(heading, Plain(name, form=".4f")) for name, heading in LATENT.items()]
-    columns.append(("route KL", lambda line: total(line) if line.labels[1] == "all" else kl(line)))
+    columns: list[Column] = [
+        ("entropy of usage", Plain("usage_entropy", form=".4f")),
+        ("entropy of the posterior", Plain("routing_entropy", form=".4f")),
+        ("entropy of the prior", Plain("prior_entropy", form=".4f")),
+        ("route KL", lambda line: total(line) if line.labels[1] == "all" else kl(line)),
+    ]
     return part.table("latent", lines, columns)
 
 
 def checks_table(part: Part) -> list[Table]:
     """Three questions to a latent: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
-    everyone = models(part.rows, "lm1b")
+    everyone = part.models()
     lines = [line for line in everyone if part.setting and any(block.labels[1] != "all" for block in _blocks(line))]
     columns: list[Column] = [("half of the blocks in use", _alive), ("coordination gain above 0", _gain)]
     for mdlm in [line for line in everyone if line.method == "mdlm"][:1]:
@@ -273,8 +275,6 @@ def _against(mdlm: Line, cell: Stack, line: Line) -> str:
     return _verdict(ours.mean < theirs.mean, text)
 
 
-# --- Pages -----------------------------------------------------------------------------------------------------------
-
 # Name -> heading, and table of a part.
 TABLES: dict[str, tuple[str, Callable[[Part], list[Table]]]] = {
     "checks": ("What holds", checks_table),
@@ -300,16 +300,13 @@ def text_tables(name: str, results: Results) -> list[Table]:
     return tables
 
 
-def _by_heading(results: Results) -> dict[str, list[Table]]:
-    return {heading: tables for name, (heading, _) in TABLES.items() if (tables := text_tables(name, results))}
-
-
 def all_tables(results: Results) -> list[Table]:
     """All tables, their kinds as titles."""
-    kinds = _by_heading(results).items()
+    kinds = [(heading, text_tables(name, results)) for name, (heading, _) in TABLES.items()]
     return [dataclasses.replace(table, title=heading) for heading, tables in kinds for table in tables]
 
 
 def text_page(results: Results) -> str:
     """`results/text.md`: all tables."""
-    return "\n".join(f"## {heading}\n\n{markdown(tables)}" for heading, tables in _by_heading(results).items())
+    kinds = [(heading, text_tables(name, results)) for name, (heading, _) in TABLES.items()]
+    return "\n".join(f"## {heading}\n\n{markdown(tables)}" for heading, tables in kinds if tables)
