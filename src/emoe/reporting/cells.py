@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from emoe.reporting.paper import paper_numbers
-from emoe.reporting.results import Row, SeedMean, mean_over_seeds, select
+from emoe.reporting.results import Results, Row, SeedMean, mean_over_seeds, select
 
 DASH, NBSP, MINUS = "—", "\N{NO-BREAK SPACE}", "\N{MINUS SIGN}"  # a mean and its error stay on one line
 
@@ -41,9 +41,10 @@ def data_name(data: str) -> str:
     return str(names("data").get(data, data))
 
 
-def data_order(rows: Iterable[Row]) -> list[str]:
-    """The data sets of rows, the known ones first."""
-    return sorted({row.data for row in rows}, key=lambda data: ([*names("data"), data].index(data), data))
+def data_of(results: Results) -> list[str]:
+    """The data sets that models were measured on, the known ones first."""
+    measured = {row.data for row in results.models.rows}
+    return sorted(measured, key=lambda data: ([*names("data"), data].index(data), data))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from emoe.files import replace_file
-from emoe.reporting import held_out, images, likelihood, steps, summary, text, ties, toy
+from emoe.reporting import exact, images, steps, summary, text, ties, toy
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table
@@ -53,11 +53,11 @@ BLOCKS: dict[str, Block] = {
     "summary": block(summary.summary, "toy", "mnist", "text"),
     "toy-source": block(toy.source, "toy"),
     "toy-gaps": block(toy.gaps, "toy"),
-    "toy-exact": block(toy.exact_tables, "toy"),
+    "toy-exact": block(exact.exact_tables, "toy"),
     "mnist-bpd": block(images.bpd_tables, "mnist"),
     "mnist-steps": block(mnist_steps, "benchmark", command="python benchmarks/step_time.py --record"),
-    "likelihood-table": block(likelihood.likelihood_tables, "likelihood"),
-    "held-out-table": block(held_out.held_out_tables, "held-out"),
+    "likelihood-table": block(exact.likelihood_tables, "likelihood"),
+    "held-out-table": block(exact.held_out_tables, "held-out"),
     "scaling-table": block(ties.scaling_tables, "scaling"),
     "scaling-health": block(ties.health_tables, "scaling"),
     "text-checks": block(checks, "text"),

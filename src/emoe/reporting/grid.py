@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emoe.reporting.cells import Line, Number, Stack, data_name, data_order, measure, over
+from emoe.reporting.cells import Line, Number, Stack, data_name, data_of, measure, over
 from emoe.reporting.paper import comparable, paper_methods
 from emoe.reporting.recipes import main_recipe
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
@@ -14,7 +14,7 @@ from emoe.reporting.table import Table, build, comma, repeat, span
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
     """Means over seeds of a metric by method and NFE, a table for each data set."""
     part = results.only(task=task, metric=metric)
-    return [table for data in data_order(part.models.rows) for table in _metric_table(part.only(data=data), metric)]
+    return [table for data in data_of(part) for table in _metric_table(part.only(data=data), metric)]
 
 
 def _metric_table(part: Results, metric: str) -> list[Table]:

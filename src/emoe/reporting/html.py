@@ -14,8 +14,8 @@ from string import Template
 from emoe.figures.base import png
 from emoe.figures.curves import Curve, Panel, draw, read_curve
 from emoe.files import replace_file
-from emoe.reporting import images, steps, text, ties, toy
-from emoe.reporting.cells import data_name, data_order, measure, names
+from emoe.reporting import exact, images, steps, text, ties
+from emoe.reporting.cells import data_name, data_of, measure, names
 from emoe.reporting.grid import metric_tables, sampled
 from emoe.reporting.render import html_table, inline
 from emoe.reporting.results import Results, ResultsError
@@ -77,7 +77,7 @@ def _picture(data: bytes, caption: str) -> str:
 
 def _results(part: Results, task: str) -> str:
     """The tables of a task, side by side where the window is wide enough, and curves of those over NFE."""
-    tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
+    tables = [table for make in TABLES.get(task, (_over_nfe, exact.exact_tables)) for table in make(part)]
     colours = [[part.colour(method) if method else "" for method in table.methods] for table in tables]
     cards = (_card(html_table(table, own), table.title, table.note) for table, own in zip(tables, colours, strict=True))
     return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(map(_panel, tables, colours), task)
@@ -86,7 +86,7 @@ def _results(part: Results, task: str) -> str:
 def _over_nfe(part: Results) -> list[Table]:
     """All known metrics of samples over NFE, by data set."""
     tables = []
-    for data in data_order(part.models.rows):
+    for data in data_of(part):
         own = sampled(part).only(data=data)
         measured = {row.metric for row in own.models.rows if row.nfe is not None}
         for metric in [metric for metric in names("metrics") if metric in measured]:

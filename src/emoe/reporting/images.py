@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from emoe.reporting.cells import Column, Line, Number, Stack, data_name, data_order, measure, over, reported
+from emoe.reporting.cells import Column, Line, Number, Stack, data_name, data_of, measure, over, reported
 from emoe.reporting.paper import comparable, paper_methods
 from emoe.reporting.recipes import common_changes, reference_name
 from emoe.reporting.render import markdown
@@ -15,11 +15,6 @@ from emoe.reporting.table import Table, build, conventions_of, models, note, rep
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
 PAPER = {"mnist": "binarized-mnist"}  # data set of ours -> of the paper
-
-
-def data_of(results: Results) -> list[str]:
-    """Data sets that models were measured on."""
-    return data_order(results.models.rows)
 
 
 def bpd_tables(results: Results) -> list[Table]:

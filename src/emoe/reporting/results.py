@@ -1,7 +1,7 @@
 """Results as small JSON files: rows of numbers, each with the run (command, commit, machine) behind it.
 
 `results/<task>.json` holds `{"runs": {id: run}, "rows": [row, ...]}` and, optionally, `"methods": {name: {"label",
-"colour"}}`. Separate runs merge into one file. Everything that prints a number reads these files and nothing else.
+"colour"}}`. Everything that prints a number reads these files and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +38,7 @@ class ResultsError(ValueError):
 
 
 class _Record:
-    """A dataclass of JSON values: their types are checked, and what `_TEXTS` says of them."""
+    """A dataclass of JSON values, whose types and forms are checked."""
 
     def __post_init__(self) -> None:
         if faults := _faults(type(self), vars(self)):
@@ -85,10 +86,7 @@ class Row(_Record):
     stderr: float | int | None = None
     n: int | None = None
 
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """What a newer row must agree in to replace this one."""
-        return tuple(getattr(self, name) for name in IDENTITY)
+    identity = property(attrgetter(*IDENTITY))  # what a newer row must agree in to replace this one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,17 +269,19 @@ class Results:
         """The seeds behind the rows."""
         return sorted({row.seed for row in self.rows if row.seed is not None})
 
+    @property
+    def _styles(self) -> dict[str, MethodStyle]:
+        return known_methods() | self.methods
+
     def label(self, method: str) -> str:
         """The name of a method in tables and figures."""
-        style = self.methods.get(method) or known_methods().get(method)
-        return style.label if style else method
+        return self._styles[method].label if method in self._styles else method
 
     def colour(self, method: str) -> str:
         """The colour of a method in figures; an unknown method gets one that no known method has."""
-        style = self.methods.get(method) or known_methods().get(method)
-        if style:
-            return style.colour
-        free = [colour for colour in CYCLE if colour not in {known.colour for known in known_methods().values()}]
+        if method in self._styles:
+            return self._styles[method].colour
+        free = [colour for colour in CYCLE if colour not in {style.colour for style in known_methods().values()}]
         unknown = sorted({row.method for row in self.rows} - set(known_methods()) | {method})
         return free[unknown.index(method) % len(free)]
 

@@ -124,6 +124,7 @@ def note(name: str, results: Results, **values: object) -> str:
     models = results.models
     several = len(models.seeds) > 1
     words = {
+        "numbers": comma(models.seeds),
         "seeds": f"Seed{'s' * several} {comma(models.seeds)}",
         "errors": "over seeds" if several else "of the measurement",
         "over_seeds": ": means, and where a row has several, errors are over these." if several else ".",

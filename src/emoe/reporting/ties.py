@@ -137,4 +137,4 @@ def _note(name: str, results: Results, lines: Sequence[Line]) -> str:
             own = {field: value for field, value in changes.items() if field not in (*left, *FIELDS)}
             words[variant] = f"{variant} is `{f'{recipe} {as_typed(own)}'.strip()}`"
     shared = all_with(common_changes(results))
-    return note(name, results, variants=comma(words.values()), numbers=comma(results.seeds), shared=shared)
+    return note(name, results, variants=comma(words.values()), shared=shared)

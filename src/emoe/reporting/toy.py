@@ -1,17 +1,16 @@
-"""Tables of the toy study (`emoe reproduce toy`)."""
+"""Tables of the toy study (`emoe reproduce toy`), from samples."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
-from emoe.reporting.cells import DASH, MINUS, Line, Number, data_name, data_order, measure, over, write
+from emoe.reporting.cells import DASH, MINUS, Line, Number, data_name, data_of, measure, write
 from emoe.reporting.grid import grid_note, main_rows, metric_tables, sampled, seeds_and_samples
 from emoe.reporting.paper import comparable
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, Row, methods_of
-from emoe.reporting.table import Table, build, comma, short_commit, steps_of, with_note
+from emoe.reporting.results import Results
+from emoe.reporting.table import Table, comma, short_commit, with_note
 
 METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
 
@@ -32,11 +31,10 @@ def toy_page(results: Results) -> str:
 def side_by_side(tables: Sequence[Table]) -> Table:
     """One table of the columns of all."""
     header = ["Method"]
+    rows = {row[0]: [row[0]] for table in tables for row in table.rows}
     for table in tables:
         name, first, *others = table.header
         header += [f"{name}, {first}", *(heading.removeprefix("NFE ") for heading in others)]
-    rows = {row[0]: [row[0]] for table in tables for row in table.rows}
-    for table in tables:
         cells = {row[0]: row[1:] for row in table.rows}
         for label, row in rows.items():
             row += cells.get(label, [DASH] * (len(table.header) - 1))
@@ -46,12 +44,12 @@ def side_by_side(tables: Sequence[Table]) -> Table:
 def source(results: Results) -> str:
     """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
     rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
-    commands: dict[str, dict[str, None]] = {}
+    commands: dict[str, list[str]] = {}
     for name in sorted({row.run for group in rows.values() for row in group}):
         run = results.runs[name]
         where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
-        commands.setdefault(where, {})[f"`{run.command}`"] = None
-    sources = "; ".join(f"{comma(own)} {where}" for where, own in commands.items())
+        commands.setdefault(where, []).append(f"`{run.command}`")
+    sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
     samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
     return f"Made by {sources}: {'; '.join(samples)}."
 
@@ -60,7 +58,7 @@ def gaps(results: Results) -> str:
     """How far VADD and E-MoE are from the paper at one network call, in points, with the sign."""
     part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
     sentences = []
-    for method, data in itertools.product(("vadd", "emoe"), data_order(part.models.rows)):
+    for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
         rows = main_rows(part, method=method, data=data)
         line = Line((), rows, method, paper=comparable(rows, data), nfe=1)
         mean, paper = Number("validity").mean(line), line.reported("validity")
@@ -70,45 +68,3 @@ def gaps(results: Results) -> str:
             beside = Number("overlap", error=False)(line)
             sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {beside}).")
     return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
-
-
-def exact_tables(results: Results) -> list[Table]:
-    """Measures of the exact laws of the models, a table for each density, and how far samples lie from them."""
-    models = results.only(task="toy", convention="exact").models
-    exact = models.of(main_rows(models))
-    tables = []
-    for data in data_order(exact.rows):
-        part = exact.only(data=data)
-        lines = [
-            Line((part.label(method), measure(metric).label), part.select(method=method, metric=metric))
-            for method in methods_of(part.rows)
-            for metric in ("validity", "overlap", "nll", "kl")
-        ]
-        columns = over("nfe", "NFE {}", steps_of(lines), Number())
-        tables += build([data_name(data), "of the exact law"], lines, columns, align="ll")
-    distance = _largest_distance(results, exact.rows)
-    return with_note(tables, f"Mean ± standard error over seeds ({comma(exact.seeds)}). {distance}")
-
-
-def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
-    """The largest |sampled - exact validity| in standard errors, over every run and NFE that has both.
-
-    The error is that of n independent samples of the exact law, sqrt(p (1 - p) / n), which stays above zero where all
-    samples happen to be valid; that of an exact law whose latent was drawn is added in squares.
-    """
-    sampled = {row.identity: row for row in results.select(task="toy", metric="validity", convention=None)}
-    distances = []
-    for law in (row for row in exact if row.metric == "validity"):
-        row = sampled.get((*law.identity[:-1], None))  # the convention is the last
-        if row is not None and row.n:
-            error = math.hypot(math.sqrt(max(law.value * (100 - law.value) / row.n, 0.0)), law.stderr or 0.0)
-            if error > 0:
-                distances.append((abs(row.value - law.value) / error, row, law))
-    if not distances:
-        return "No sampled validity stands beside these."
-    most, row, law = max(distances, key=lambda distance: distance[0])
-    return (
-        f"Largest distance between sampled and exact validity in {len(distances)} comparisons: {most:.1f} standard "
-        f"errors ({results.label(row.method)} on {data_name(row.data)}, seed {row.seed}, NFE {row.nfe}: "
-        f"{row.value:.2f} % of {row.n:,} samples, {law.value:.2f} % of the law)."
-    )

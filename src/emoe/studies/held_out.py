@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emoe.domains.toy.densities import HELD_OUT
-from emoe.reporting.held_out import held_out_tables
+from emoe.reporting.exact import held_out_tables
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results
 from emoe.studies import options

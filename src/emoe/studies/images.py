@@ -23,8 +23,8 @@ from emoe.figures.base import save
 from emoe.figures.curves import Panel, draw
 from emoe.figures.gif import Recorder, write_gif
 from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
-from emoe.reporting.cells import measure
-from emoe.reporting.images import bpd_tables, data_of, image_page, nfe_tables, real_data
+from emoe.reporting.cells import data_of, measure
+from emoe.reporting.images import bpd_tables, image_page, nfe_tables, real_data
 from emoe.reporting.recipes import parse, reference_name
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, method_rank
