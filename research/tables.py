@@ -80,7 +80,7 @@ def route_limit(limit: Results, toy: Results) -> list[Table]:
     ]
     columns = [(measure(metric).label, Number(metric, plain=True)) for metric in ("validity", "overlap", "kl")]
     note = "One network call, exact laws, mean ± standard error over seeds."
-    return build(["Density", ""], lines, columns, note, align="ll")
+    return build(["Density", ""], lines, columns, note)
 
 
 def information_tables(results: Results) -> list[Table]:

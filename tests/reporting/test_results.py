@@ -16,7 +16,7 @@ import pytest
 from emoe.figures.base import CYCLE
 from emoe.reporting import provenance
 from emoe.reporting.paper import paper_numbers
-from emoe.reporting.provenance import describe_machine, git_commit, source_commit
+from emoe.reporting.provenance import describe_machine, source_commit
 from emoe.reporting.results import (
     IDENTITY,
     Results,
@@ -225,7 +225,7 @@ def test_the_commit_says_when_the_source_differs_and_is_asked_for_once(tmp_path,
         return subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True).stdout
 
     def commit() -> str:
-        git_commit.cache_clear()
+        source_commit.cache_clear()
         return source_commit()
 
     try:
@@ -242,12 +242,12 @@ def test_the_commit_says_when_the_source_differs_and_is_asked_for_once(tmp_path,
         monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "provenance.py"))
         assert commit() == "unknown"
         monkeypatch.setenv("EMOE_COMMIT", "feedbeef")
-        assert source_commit() == "feedbeef"
+        assert commit() == "feedbeef"
         found = describe_machine("cpu")
         assert found["commit"] == "feedbeef" and re.fullmatch(r"cpu \(\d+ cores\)", found["device"])
         assert RunInfo(command="x", wall_s=0, **found).when.tzinfo is not None
     finally:
-        git_commit.cache_clear()
+        source_commit.cache_clear()
 
 
 def test_the_papers_numbers():

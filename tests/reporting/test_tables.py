@@ -139,8 +139,6 @@ def test_cells_are_written_from_rows():
 def test_markdown_cells_cannot_break_the_table():
     text = markdown_table(Table(["a", "b"], [["x|y", "1\n2"]]))
     assert text == "| a | b |\n|---|---:|\n| x\\|y | 1<br>2 |"
-    with pytest.raises(ValueError, match="a row of 1 cells under 2 columns"):
-        markdown_table(Table(["a", "b"], [["x"]]))
 
 
 def test_notes_explain_italics_only_where_there_are_some():

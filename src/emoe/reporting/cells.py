@@ -143,8 +143,8 @@ def reported(metric: str, form: str) -> Cell:
 
 def over(name: str, heading: str, values: Iterable[object], cell: Cell) -> list[Column]:
     """A column for each value of a field of rows."""
-    return [(heading.format(value), functools.partial(_at, cell, {name: value})) for value in values]
 
+    def at(value: object, line: Line) -> str:
+        return cell(line.where(**{name: value}))
 
-def _at(cell: Cell, where: dict[str, object], line: Line) -> str:
-    return cell(line.where(**where))
+    return [(heading.format(value), functools.partial(at, value)) for value in values]

@@ -66,8 +66,8 @@ BLOCKS: dict[str, Block] = {
 # Whole pages below results/, made of the file of the same name.
 PAGES: dict[str, Callable[[Results], str]] = {
     "toy": toy.toy_page,
-    "mnist": partial(images.image_page, task="mnist"),
-    "digits": partial(images.image_page, task="digits"),
+    "mnist": images.image_page,
+    "digits": images.image_page,
     "text": text.text_page,
     "text-tiny": text.text_page,
 }

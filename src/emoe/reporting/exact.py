@@ -29,7 +29,7 @@ def exact_tables(results: Results) -> list[Table]:
             for metric in ("validity", "overlap", "nll", "kl")
         ]
         columns = over("nfe", "NFE {}", steps_of(lines), Number())
-        tables += build([data_name(data), "of the exact law"], lines, columns, align="ll")
+        tables += build([data_name(data), "of the exact law"], lines, columns)
     distance = _largest_distance(results, exact.rows)
     return with_note(tables, f"Mean ± standard error over seeds ({comma(exact.seeds)}). {distance}")
 
@@ -97,7 +97,7 @@ def _held_out_table(part: Results, title: str) -> list[Table]:
         words = comma(f"{name} in {sum(better)} of {len(better)}" for name, better in counts.items())
         sentences += [f"{second} is better than {first}: {words} densities."] * bool(counts)
     corner = ["Density", "of the exact law"]
-    return build(corner, list(lines.values()), columns, "\n".join(sentences), title=title, align="ll")
+    return build(corner, list(lines.values()), columns, "\n".join(sentences), title=title)
 
 
 def _gap(rows: Sequence[Row], plain: str, other: str) -> SeedMean | None:
@@ -127,7 +127,7 @@ def likelihood_tables(results: Results) -> list[Table]:
     columns = [(f"T = {wanted}", partial(_likelihood, wanted, wanted == steps[0])) for wanted in steps]
     gains = (f"{part.label(row.method)} {row.value:+.3f}" for row in part.select(metric="coordination_gain"))
     text = note("likelihood", part, truth=f"{truth[0].value:.3f}", rows=f"{truth[0].n:,}", gains=comma(gains))
-    return build(["Method", "nats per row"], lines, columns, text, align="ll")
+    return build(["Method", "nats per row"], lines, columns, text)
 
 
 def _likelihood(wanted: int, first: bool, line: Line) -> str:

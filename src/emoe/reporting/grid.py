@@ -8,24 +8,19 @@ from emoe.reporting.cells import Line, Number, Stack, data_name, data_of, measur
 from emoe.reporting.paper import comparable, paper_methods
 from emoe.reporting.recipes import main_recipe
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
-from emoe.reporting.table import Table, build, comma, repeat, span
+from emoe.reporting.table import Table, build, comma, repeat, span, steps_of
 
 
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
     """Means over seeds of a metric by method and NFE, a table for each data set."""
-    part = results.only(task=task, metric=metric)
-    return [table for data in data_of(part) for table in _metric_table(part.only(data=data), metric)]
-
-
-def _metric_table(part: Results, metric: str) -> list[Table]:
-    lines, models = metric_lines(part), part.models.rows
-    data, form, named = data_name(models[0].data), f".{measure(metric).digits}f", len(lines[0].labels) - 1
-    steps = sorted({row.nfe for row in models}, key=lambda nfe: nfe or 0)
-    columns = over("nfe", "NFE {}", steps, Stack([Number(metric)], f"{{:{form}}}"))
-    if steps[0] is None:
-        columns[0] = (data, columns[0][1])
-    corner = ["Method" if steps[0] is None else data, *["Convention"] * named]
-    return build(corner, lines, columns, align="ll"[: 1 + named], better=measure(metric).better)
+    part, tables = results.only(task=task, metric=metric), []
+    cell = Stack([Number(metric)], f"{{:.{measure(metric).digits}f}}")
+    for data in data_of(part):
+        own = part.only(data=data)
+        lines, steps = metric_lines(own), steps_of([Line((), own.models.rows)])
+        corner = [data_name(data), "Convention"][: len(lines[0].labels)]
+        tables += build(corner, lines, over("nfe", "NFE {}", steps, cell), better=measure(metric).better)
+    return tables
 
 
 def metric_lines(part: Results) -> list[Line]:
@@ -34,23 +29,21 @@ def metric_lines(part: Results) -> list[Line]:
     Where rows name a convention, each convention has its own line and so has the paper, which names none.
     """
     models = part.models.rows
-    metric, data = models[0].metric, models[0].data
+    metric, data, steps = models[0].metric, models[0].data, {row.nfe for row in models}
     named = any(row.convention is not None for row in models)
-    steps = {row.nfe for row in models}
-    lines = []
-    methods = paper_methods() | {row.method for row in part.rows}
+    methods, lines = paper_methods() | {row.method for row in part.rows}, []
     for method in sorted(methods, key=lambda method: (method_rank(method), method)):
         rows, label = part.select(method=method), part.label(method)
-        beside = comparable(rows or models, data)
+        paper = comparable(rows or models, data)
         for convention in sorted({row.convention or "" for row in rows}):
             own = main_recipe(select(rows, convention=convention or None))
             if method in REFERENCES:  # the same for any NFE if it was measured without
                 own += repeat(select(own, nfe=None), steps - {row.nfe for row in own})
             labels = (label, convention)[: 1 + named]
-            lines.append(Line(labels, own, method, method in REFERENCES, None if named else beside))
-        paper = Line((label, "paper")[: 1 + named], (), method, paper=beside)
-        if (named or not rows) and any(paper.where(nfe=nfe).reported(metric) is not None for nfe in steps):
-            lines.append(paper)
+            lines.append(Line(labels, own, method, method in REFERENCES, None if named else paper))
+        alone = Line((label, "paper")[: 1 + named], (), method, paper=paper)
+        if (named or not rows) and any(alone.where(nfe=nfe).reported(metric) is not None for nfe in steps):
+            lines.append(alone)
     return lines
 
 

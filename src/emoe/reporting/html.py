@@ -35,15 +35,7 @@ TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (n
 def write_page(
     path: Path, title: str, results: Results, *, pictures: Mapping[Path, str] | None = None, runs: Sequence[Path] = ()
 ) -> None:
-    """Write the page; a browser opens it without a network and without scripts.
-
-    Args:
-        path: Where it goes.
-        title: Its heading.
-        results: The numbers.
-        pictures: Captions of pictures by file.
-        runs: Run folders, whose training curves are shown.
-    """
+    """Write the page, with pictures (file -> caption) and training curves of run folders; it loads nothing else."""
     page = Template(resources.files("emoe.reporting").joinpath("page.html").read_text(encoding="utf-8"))
     tasks = list(dict.fromkeys(row.task for row in results.rows))
     sections = {

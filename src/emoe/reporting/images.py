@@ -90,7 +90,6 @@ def _nfe_note(part: Results, tables: list[Table]) -> str:
     return note("images-nfe", part, words="; ".join(text for text, shown in words.items() if shown))
 
 
-def image_page(results: Results, task: str) -> str:
+def image_page(results: Results) -> str:
     """`results/mnist.md` and `results/digits.md`."""
-    results = results.only(task=task)
     return f"**Bits per dimension**\n\n{markdown(bpd_tables(results))}\n{markdown(nfe_tables(results))}"

@@ -30,11 +30,11 @@ class Table:
 
 def build(
     corner: Sequence[str], lines: Sequence[Line], columns: Sequence[Column], note: str = "",
-    *, title: str = "", align: str = "l", better: str | None = None,
+    *, title: str = "", align: str = "", better: str | None = None,
 ) -> list[Table]:  # fmt: skip
     """A table, or none without lines or columns.
 
-    `corner` are the headings of the labels. With `better` ("high" or "low") the best model of every column is marked.
+    `corner` and `align` are of the labels. With `better` ("high" or "low") the best model of every column is marked.
     """
     if not lines or not columns:
         return []
@@ -42,7 +42,7 @@ def build(
     references = {number for number, line in enumerate(lines) if line.reference}
     mark_best(rows, len(corner), better, references)
     header, methods = [*corner, *(heading for heading, _ in columns)], [line.method for line in lines]
-    return with_note([Table(header, rows, title, "", align, references, methods)], note)
+    return with_note([Table(header, rows, title, "", align or "l" * len(corner), references, methods)], note)
 
 
 def with_note(tables: Sequence[Table], note: str) -> list[Table]:

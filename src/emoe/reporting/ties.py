@@ -101,7 +101,7 @@ def scaling_tables(results: Results) -> list[Table]:
         lines += [Line(key, rows) for key, rows in groups.items() if key[0] == family]
         lines.append(Line((family, "chance"), [row for row in ideal if setting_of(row.data).family == family]))
     columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted(lengths)]
-    return build(["Ties", "Variant"], lines, columns, _note("scaling-table", results, lines), align="ll")
+    return build(["Ties", "Variant"], lines, columns, _note("scaling-table", results, lines))
 
 
 def health_tables(results: Results) -> list[Table]:

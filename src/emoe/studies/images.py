@@ -140,7 +140,7 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
     for run in [run for run in runs if not run.steps_left and run.method.has_latent]:
         if run.experiment.method.needs().experts and "film.gif" not in figures:
             figures["film.gif"] = [run.path / "checkpoints"], functools.partial(animation, run)
-    written = write_page(folder / f"{data}.md", image_page(results, data))
+    written = write_page(folder / f"{data}.md", image_page(results))
     for name, (sources, make) in figures.items():
         written += write_figure(folder / "figures" / f"{data}-{name}", sources, make, anew=options.only == "draw")
     for table in [*bpd_tables(part), *nfe_tables(part)]:
