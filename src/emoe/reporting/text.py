@@ -44,27 +44,23 @@ def in_setting(setting: str, variant: str | None = None) -> str:
     return setting if variant is None else f"{setting} {variant}"
 
 
-class Part(NamedTuple):
-    """The rows of one table: of a data set, with perplexities in one setting."""
+class Spec(NamedTuple):
+    """A table before it is written."""
 
-    rows: Results
-    data: str
-    setting: str = ""
-
-    def models(self, metric: str = "", **fields: object) -> list[Line]:
-        """The models that have a number, to be compared with the paper's on LM1B."""
-        wanted = fields | ({"metric": metric} if metric else {})
-        return [line for line in models(self.rows, "lm1b") if line.where(**wanted).rows]
-
-    def table(self, name: str, lines: Sequence[Line], columns: Sequence[Column], **values: object) -> list[Table]:
-        """A table with its note."""
-        corner = [self.data, "block"][: len(lines[0].labels)] if lines else []
-        return build(corner, lines, columns, note(f"text-{name}", self.rows, **values), align="lr"[: len(corner)])
+    lines: Sequence[Line]
+    columns: Sequence[Column]
+    values: dict[str, str] = {}  # of the note
 
 
 def data_of(results: Results) -> list[str]:
     """Data sets that models were trained on."""
     return sorted({row.data for row in results.models.rows if not row.metric.startswith("zero_shot_")})
+
+
+def _models(rows: Results, metric: str = "", **fields: object) -> list[Line]:
+    """The models that have a number, to be compared with the paper's on LM1B."""
+    wanted = fields | ({"metric": metric} if metric else {})
+    return [line for line in models(rows, "lm1b") if line.where(**wanted).rows]
 
 
 def _blocks(line: Line) -> list[Line]:
@@ -79,33 +75,27 @@ def _blocks(line: Line) -> list[Line]:
     return [dataclasses.replace(line, labels=(line.labels[0], block), rows=groups[block]) for block in order]
 
 
-# --- The evaluation language model -----------------------------------------------------------------------------------
-
-
-def _eval_lm(part: Part) -> Line:
+def _eval_lm(rows: Results) -> Line:
     """The evaluation language model that scored last: scores of an earlier one were replaced by its own."""
-    rows = part.rows.select(method="judge")
-    last = max(rows, key=lambda row: part.rows.runs[row.run].when, default=None)
-    rows = [row for row in rows if last and row.recipe == last.recipe]
-    return Line((part.rows.label("judge"),), rows, "judge", reference=True)
+    scores = rows.select(method="judge")
+    last = max(scores, key=lambda row: rows.runs[row.run].when, default=None)
+    own = [row for row in scores if last and row.recipe == last.recipe]
+    return Line((rows.label("judge"),), own, "judge", reference=True)
 
 
-def _eval_lm_note(part: Part) -> str:
+def _eval_lm_note(rows: Results) -> str:
     """How far to trust the evaluation language model: its perplexity of the test rows beside that of the AR row."""
-    exact, lm = Number("ppl", {"convention": "exact"}).mean, _eval_lm(part)
+    exact, lm = Number("ppl", {"convention": "exact"}).mean, _eval_lm(rows)
     own, step = exact(lm), Number("judge_step").mean(lm)
     if own is None:
         return ""
     text = f"The judge's own perplexity of the test rows is {own.mean:.2f}"
-    if baseline := next((mean for line in part.models() if line.method == "ar" and (mean := exact(line))), None):
+    if baseline := next((mean for line in _models(rows) if line.method == "ar" and (mean := exact(line))), None):
         relation = "below" if own.mean < baseline.mean else "not below"
         text += f", {relation} that of the AR row, {baseline.mean:.2f}"
     if step:
         text += f"; kept from step {step.mean:,.0f}, where the loss of its own validation rows was lowest"
     return f"{text}."
-
-
-# --- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def perplexity(setting: str) -> Stack:
@@ -133,10 +123,9 @@ DESIGN: list[Column] = [
 ]
 
 
-def gen_ppl_table(part: Part) -> list[Table]:
+def gen_ppl_spec(rows: Results, setting: str) -> Spec:
     """Generative perplexity over NFE."""
-    rows, _, setting = part
-    lines = part.models("gen_ppl", convention=setting)
+    lines = _models(rows, "gen_ppl", convention=setting)
     steps = steps_of(lines, "gen_ppl")
     real = Line(("held-out text",), repeat(rows.select(method="data"), steps), "data", reference=True)
     beside = any(line.where(nfe=nfe).reported("gen_ppl") for line in lines for nfe in steps)
@@ -146,20 +135,20 @@ def gen_ppl_table(part: Part) -> list[Table]:
         return perplexity(setting)(line) + entropy * line.reference
 
     samples = span(row.n for row in rows.models.select(metric="gen_ppl", convention=setting))
-    values = {"setting": setting, "samples": samples, "judge": _eval_lm_note(part)}
-    return part.table("gen-ppl", lines + [real] * bool(real.rows), over("nfe", "NFE {}", steps, cell), **values)
+    values = {"setting": setting, "samples": samples, "judge": _eval_lm_note(rows)}
+    return Spec(lines + [real] * bool(real.rows), over("nfe", "NFE {}", steps, cell), values)
 
 
-def mauve_table(part: Part) -> list[Table]:
+def mauve_spec(rows: Results, setting: str) -> Spec:
     """MAUVE over NFE."""
-    lines, lm = part.models("mauve", convention=None), _eval_lm(part)
+    lines, lm = _models(rows, "mauve", convention=None), _eval_lm(rows)
     features = ""
     if (pca := Number("pca_dimensions").mean(lm)) and (share := Number("pca_share").mean(lm)):
         features = f"Features of the judge, {pca.mean:.0f} principal components of the held-out rows "
         features += f"({share.mean:.1f} % of their variance)."
-    samples = span(row.n for row in part.rows.select(metric="mauve", convention=None))
+    samples = span(row.n for row in rows.select(metric="mauve", convention=None))
     columns = over("nfe", "NFE {}", steps_of(lines, "mauve"), Stack([MAUVE], "{:.2f}"))
-    return part.table("mauve", lines, columns, samples=samples, features=features)
+    return Spec(lines, columns, {"samples": samples, "features": features})
 
 
 def _in_variant(line: Line, variant: Variant, setting: str) -> Line:
@@ -170,51 +159,51 @@ def _in_variant(line: Line, variant: Variant, setting: str) -> Line:
     return dataclasses.replace(line, labels=(label,), rows=rows, variant=variant.paper)
 
 
-def collapse_table(part: Part) -> list[Table]:
+def collapse_spec(rows: Results, setting: str) -> Spec:
     """E-MoE with drawn and with other routes, and MDLM: perplexity, entropy and MAUVE at every NFE of the ablation."""
     lines, others = list[Line](), list[Line]()
-    for line in part.models("gen_ppl"):
-        variants = (_in_variant(line, variant, part.setting) for variant in VARIANTS.values())
+    for line in _models(rows, "gen_ppl"):
+        variants = (_in_variant(line, variant, setting) for variant in VARIANTS.values())
         own = [variant for variant in variants if variant.where(metric="gen_ppl").rows]
         if own:
             lines.append(dataclasses.replace(line, labels=(f"{line.labels[0]}, drawn routes",), variant="route_tau=1"))
         elif line.method == "mdlm":
             lines.append(dataclasses.replace(line, variant="collapse-reference"))
         lines, others = lines + own, others + own
-    cell = perplexity(part.setting)
+    cell = perplexity(setting)
     if any(line.where(metric="mauve").rows for line in lines):
         cell = Stack([*cell.numbers, dataclasses.replace(MAUVE, prefix="MAUVE ")], cell.paper)
     averaged = names("notes")["text-averaged"] * any(line.variant == AVERAGED.paper for line in others)
     columns = over("nfe", "NFE {}", steps_of(others, "gen_ppl"), cell)
-    return part.table("collapse", lines, columns, averaged=averaged)
+    return Spec(lines, columns, {"averaged": averaged})
 
 
-def likelihood_table(part: Part) -> list[Table]:
+def likelihood_spec(rows: Results, setting: str) -> Spec:
     """Test perplexity and nats per token of each model under each of its names; the evaluation LM's below."""
-    lines, lm = part.models("ppl"), _eval_lm(part)
+    lines, lm = _models(rows, "ppl"), _eval_lm(rows)
     lines += [lm] * bool(lines and lm.where(metric="ppl").rows)
     columns = over("convention", "{}", conventions_of(lines, "ppl"), likelihood())
     columns = [("paper", reported("ppl", ".2f")), *columns, ("coordination gain", GAIN)]
-    return part.table("likelihood", lines, columns, judge=_eval_lm_note(part))
+    return Spec(lines, columns, {"judge": _eval_lm_note(rows)})
 
 
-def zero_shot_table(part: Part) -> list[Table]:
+def zero_shot_spec(rows: Results, setting: str) -> Spec:
     """Likelihoods of text from elsewhere."""
-    lines = part.models()
+    lines = _models(rows)
     columns = over("convention", "{}", conventions_of(lines, "zero_shot_ppl"), likelihood("zero_shot_"))
-    return part.table("zero-shot", lines, columns)
+    return Spec(lines, columns)
 
 
-def design_table(part: Part) -> list[Table]:
+def design_spec(rows: Results, setting: str) -> Spec:
     """Passes per training and sampling step, parameters and time, all of them counted or measured."""
-    return part.table("design", part.models("passes_train"), DESIGN)
+    return Spec(_models(rows, "passes_train"), DESIGN)
 
 
-def latent_table(part: Part) -> list[Table]:
+def latent_spec(rows: Results, setting: str) -> Spec:
     """By block, over the last twentieth of training: usage, routing entropy of both sides, route KL."""
     total, kl = Stack([Plain("kl_per_token", form=".4f")], "{:.2f}"), Plain("route_kl", form=".4f")
     lines = []
-    for line in part.models():
+    for line in _models(rows):
         blocks = _blocks(line)
         latent = len(blocks) > 1 or any(
             row.value for block in blocks for row in block.where(metric="kl_per_token").rows
@@ -226,19 +215,19 @@ def latent_table(part: Part) -> list[Table]:
         ("entropy of the prior", Plain("prior_entropy", form=".4f")),
         ("route KL", lambda line: total(line) if line.labels[1] == "all" else kl(line)),
     ]
-    return part.table("latent", lines, columns)
+    return Spec(lines, columns)
 
 
-def checks_table(part: Part) -> list[Table]:
+def checks_spec(rows: Results, setting: str) -> Spec:
     """Three questions to a latent: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
-    everyone = part.models()
-    lines = [line for line in everyone if part.setting and any(block.labels[1] != "all" for block in _blocks(line))]
+    everyone = _models(rows)
+    lines = [line for line in everyone if setting and any(block.labels[1] != "all" for block in _blocks(line))]
     columns: list[Column] = [("half of the blocks in use", _alive), ("coordination gain above 0", _gain)]
     for mdlm in [line for line in everyone if line.method == "mdlm"][:1]:
         for nfe in steps_of(lines, "gen_ppl")[:2]:
-            cell = partial(_against, mdlm.where(nfe=nfe), perplexity(part.setting))
+            cell = partial(_against, mdlm.where(nfe=nfe), perplexity(setting))
             columns += over("nfe", "below MDLM at NFE {}, equal H", [nfe], cell)
-    return part.table("checks", lines, columns, setting=part.setting)
+    return Spec(lines, columns, {"setting": setting})
 
 
 def _verdict(holds: bool, text: str) -> str:
@@ -275,16 +264,15 @@ def _against(mdlm: Line, cell: Stack, line: Line) -> str:
     return _verdict(ours.mean < theirs.mean, text)
 
 
-# Name -> heading, and table of a part.
-TABLES: dict[str, tuple[str, Callable[[Part], list[Table]]]] = {
-    "checks": ("What holds", checks_table),
-    "gen-ppl": ("Generative perplexity", gen_ppl_table),
-    "mauve": ("MAUVE", mauve_table),
-    "collapse": ("Switching the mixture off", collapse_table),
-    "likelihood": ("Test perplexity under named likelihoods", likelihood_table),
-    "zero-shot": ("Text from elsewhere", zero_shot_table),
-    "design": ("Passes, parameters, time", design_table),
-    "latent": ("The latent by block", latent_table),
+TABLES: dict[str, tuple[str, Callable[[Results, str], Spec]]] = {  # name -> heading, and table of a data set
+    "checks": ("What holds", checks_spec),
+    "gen-ppl": ("Generative perplexity", gen_ppl_spec),
+    "mauve": ("MAUVE", mauve_spec),
+    "collapse": ("Switching the mixture off", collapse_spec),
+    "likelihood": ("Test perplexity under named likelihoods", likelihood_spec),
+    "zero-shot": ("Text from elsewhere", zero_shot_spec),
+    "design": ("Passes, parameters, time", design_spec),
+    "latent": ("The latent by block", latent_spec),
 }
 
 
@@ -296,7 +284,10 @@ def text_tables(name: str, results: Results) -> list[Table]:
         measured = {str(row.convention).partition(" ")[0] for row in rows.select(metric="gen_ppl")}
         settings = [setting for setting in SETTINGS if setting in measured] or [""]
         for setting in settings if name == "gen-ppl" else settings[:1]:
-            tables += TABLES[name][1](Part(rows, data, setting))
+            lines, columns, values = TABLES[name][1](rows, setting)
+            corner = [data, "block"][: len(lines[0].labels)] if lines else []
+            text = note(f"text-{name}", rows, **values)
+            tables += build(corner, lines, columns, text, align="lr"[: len(corner)])
     return tables
 
 
