@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -89,15 +88,6 @@ def test_the_page_needs_nothing_else_and_all_text_is_escaped(task, run, tmp_path
     assert ("Why" in words or "factorised step draws each of them alone" in words) == (task == "toy")
     assert text.count('<td class="best"><b>95.0</b></td>') == 4 and 'style="background:#123abc"' in text
     assert "prefers-color-scheme: dark" in text
-
-
-def test_without_matplotlib_the_page_says_so(run, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    write_page(tmp_path / "page.html", "T", results("toy"), runs=[run])
-    text = (tmp_path / "page.html").read_text()
-    assert text.count("Curves are left out: matplotlib is not installed.") == 2 and "<img" not in text
 
 
 def test_the_command_takes_a_results_file_or_a_run(run, tmp_path, capsys):

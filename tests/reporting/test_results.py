@@ -16,7 +16,7 @@ import pytest
 from emoe.figures.base import CYCLE
 from emoe.reporting import provenance
 from emoe.reporting.paper import paper_numbers
-from emoe.reporting.provenance import describe_machine, source_commit
+from emoe.reporting.provenance import describe_machine, git_commit, source_commit
 from emoe.reporting.results import (
     IDENTITY,
     Results,
@@ -50,10 +50,8 @@ def test_a_file_round_trips_byte_for_byte(tmp_path):
     Results().add(run(), rows[::-1]).save(tmp_path / "c.json")
     first = (tmp_path / "a.json").read_bytes()
     assert first == (tmp_path / "b.json").read_bytes() == (tmp_path / "c.json").read_bytes()
-    assert b'"methods"' not in first
-    lines = [line for line in first.decode().splitlines() if '"validity"' in line]
-    assert len(lines) == len(rows) and all(json.loads(line.rstrip(",")) for line in lines)
-    assert [item.nfe for item in Results.load(tmp_path / "a.json").rows][:3] == [None, 4, 32]
+    lines = [json.loads(line.rstrip(",")) for line in first.decode().splitlines() if '"validity"' in line]
+    assert [line["nfe"] for line in lines] == [None, 4, 32] * 2 and b'"methods"' not in first
     Results().save(tmp_path / "empty.json")
     assert Results.load(tmp_path / "empty.json").rows == []
 
@@ -64,35 +62,21 @@ def test_recorded_files_are_saved_as_they_are(path, tmp_path):
     assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
-def spoil(**changes: object):
-    """Changes values of the second row."""
-    return lambda tree: tree["rows"][1].update(changes)
-
-
-def of_the_run(**changes: object):
-    """Changes values of the run; None removes one."""
+def spoil(part: str = "rows", **changes: object):
+    """Changes values of the second row, of the run or of the style of a method."""
 
     def change(tree: dict) -> None:
-        (info,) = tree["runs"].values()
-        info.update(changes)
-        for name in [name for name, value in changes.items() if value is None]:
-            del info[name]
+        tree["methods"] = {"x": dict(STYLE)}
+        (tree[part][1] if part == "rows" else next(iter(tree[part].values()))).update(changes)
 
     return change
-
-
-def style(**changes: object):
-    """Adds the style of a method."""
-    return lambda tree: tree.update(methods={"x": STYLE | changes})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (spoil(value=math.nan), r"rows\[1\]\.value: must be finite"),
-        (spoil(stderr=math.inf), r"rows\[1\]\.stderr: must be finite"),
         (spoil(value="87"), r"rows\[1\]\.value: expected a number"),
-        (spoil(value=None), r"rows\[1\]\.value: expected a number"),
         (spoil(nfe=1.5), r"rows\[1\]\.nfe: expected a whole number or null"),
         (spoil(seed=True), r"rows\[1\]\.seed: expected a whole number"),
         (spoil(colour="red"), r"rows\[1\]\.colour: unknown key"),
@@ -100,11 +84,10 @@ def style(**changes: object):
         (spoil(seed=0), r"rows\[1\]: the same task"),
         (lambda tree: tree["rows"][1].pop("metric"), r"rows\[1\]\.metric: missing"),
         (lambda tree: tree["rows"].append(3), r"rows\[2\]: expected an object, got 3"),
-        (of_the_run(date="today"), r"runs\['.*'\]\.date: expected an ISO date"),
-        (of_the_run(commit=None), r"runs\['.*'\]\.commit: missing"),
-        (style(more=1), r"methods\['x'\]\.more: unknown key"),
-        (style(colour="red"), r"methods\['x'\]\.colour: expected #rrggbb"),
-        (style(label=" "), r"methods\['x'\]\.label: expected text that is not empty"),
+        (spoil("runs", date="today"), r"runs\['.*'\]\.date: expected an ISO date"),
+        (spoil("methods", more=1), r"methods\['x'\]\.more: unknown key"),
+        (spoil("methods", colour="red"), r"methods\['x'\]\.colour: expected #rrggbb"),
+        (spoil("methods", label=" "), r"methods\['x'\]\.label: expected text that is not empty"),
         (lambda tree: tree.update(methods=[]), r'expected objects "runs" and perhaps "methods"'),
         (lambda tree: tree.update(more=1), r"no other keys"),
         (lambda tree: tree.update(rows={}), r'a list "rows"'),
@@ -159,9 +142,6 @@ def test_styles_of_methods_are_kept_and_the_newest_wins(tmp_path):
     assert results.only(method="mine").label("mine") == "Mine, again" and results.colour("other") == "#123abc"
     results.merge(Results().add(old, [row(seed=3)], {"mine": STYLE}))
     assert results.label("mine") == "Mine, again"
-    results.save(tmp_path / "b.json")
-    tree = json.loads((tmp_path / "b.json").read_text())
-    assert list(tree) == ["runs", "rows", "methods"] and tree["methods"]["mine"]["label"] == "Mine, again"
 
 
 def test_labels_and_colours_of_methods_in_recorded_rows():
@@ -194,11 +174,6 @@ def test_a_mean_over_seeds():
         mean_over_seeds([*rows, row(nfe=2)])
 
 
-def python(code: str, *words: str) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter that finds this source tree."""
-    return subprocess.Popen([sys.executable, "-c", code, *words], env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
-
-
 def test_processes_that_record_at_once_lose_nothing(tmp_path):
     path = tmp_path / "deep" / "toy.json"
     code = f"""
@@ -207,7 +182,8 @@ from emoe.reporting.results import Row, RunInfo, record
 for nfe in range(5):
     record({str(path)!r}, {run()!r}, [Row(**({vars(row())!r} | dict(seed=int(sys.argv[1]), nfe=nfe)))])
 """
-    workers = [python(code, str(seed)) for seed in range(4)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    workers = [subprocess.Popen([sys.executable, "-c", code, str(seed)], env=environment) for seed in range(4)]
     assert [worker.wait(60) for worker in workers] == [0] * 4
     assert {(item.seed, item.nfe) for item in Results.load(path).rows} == {(s, n) for s in range(4) for n in range(5)}
 
@@ -225,7 +201,7 @@ def test_the_commit_says_when_the_source_differs_and_is_asked_for_once(tmp_path,
         return subprocess.run(["git", "-C", tmp_path, *name, *words], check=True, capture_output=True, text=True).stdout
 
     def commit() -> str:
-        source_commit.cache_clear()
+        git_commit.cache_clear()
         return source_commit()
 
     try:
@@ -242,12 +218,12 @@ def test_the_commit_says_when_the_source_differs_and_is_asked_for_once(tmp_path,
         monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "provenance.py"))
         assert commit() == "unknown"
         monkeypatch.setenv("EMOE_COMMIT", "feedbeef")
-        assert commit() == "feedbeef"
+        assert source_commit() == "feedbeef"
         found = describe_machine("cpu")
         assert found["commit"] == "feedbeef" and re.fullmatch(r"cpu \(\d+ cores\)", found["device"])
         assert RunInfo(command="x", wall_s=0, **found).when.tzinfo is not None
     finally:
-        source_commit.cache_clear()
+        git_commit.cache_clear()
 
 
 def test_the_papers_numbers():

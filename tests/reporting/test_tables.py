@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
-
 import pytest
 
-from emoe.console import console_table, plain_table
+from emoe.console import console_table
 from emoe.reporting.cells import Line, Number, Stack, over, reported
 from emoe.reporting.grid import grid_note, metric_tables, sampled
 from emoe.reporting.render import html_table, markdown, markdown_table, plain, print_metrics
 from emoe.reporting.results import Results, ResultsError, Row, RunInfo
 from emoe.reporting.table import Table, build, mark_best, models
+from emoe.reporting.ties import variant_of
 from emoe.reporting.toy import side_by_side, toy_page, toy_tables
 
 RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
@@ -147,23 +146,22 @@ def test_notes_explain_italics_only_where_there_are_some():
         assert build(["a"], lines, over("nfe", "{}", [1], cell), note)[0].note == shown
 
 
-def test_the_terminal_with_and_without_rich(capsys, monkeypatch):
+def test_tables_on_the_terminal(capsys):
     print_metrics(sampled(toy_results()), "toy", ["overlap"])
     out = capsys.readouterr().out
     assert out.count("Overlap (%)") == 2 and "8-modes" in out and "78.0* ±0.6" in out
     assert plain("**87.6**\N{NO-BREAK SPACE}±0.6\n*(85.0)*") == "87.6* ±0.6\n(85.0)" and plain("A* `b`") == "A* b"
-    header, rows = ["name [x]", "value"], [["long enough to be cut " * 8, "1.25 ±0.5\n(2)"]]
-    console_table(header, rows, title="T")
+    console_table(["name [x]", "value"], [["long enough to be cut " * 8, "1.25 ±0.5\n(2)"]], title="T")
     drawn = capsys.readouterr().out
     assert "long enough to be cut " * 8 in drawn and "[x]" in drawn and "(2)" in drawn
-    real = builtins.__import__
 
-    def without_rich(name: str, *rest: object, **more: object) -> object:
-        if name.startswith("rich"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
 
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    console_table(header, rows, title="T")
-    assert capsys.readouterr().out == plain_table(header, rows, title="T")
-    assert plain_table(["a", "b"], [["xx", "1"], ["y", "22"]]) == "a    b\n--  --\nxx   1\ny   22\n"
+def test_variants_of_ties_under_present_names_and_those_of_schema_1():
+    names = {
+        "ties-emoe-wake-sleep method.compare.credit=row domain.length=8": ("wake-sleep-row", {}),
+        "ties-emoe-plus method.credit=row backbone.depth=4": ("wake-sleep-row", {}),
+        "ties-emoe-plus method.carriers=all train.steps=5": ("all-carry", {"train.steps": "5"}),
+        "ties-emoe-plus": ("plus", {}),
+        "ties-emoe method.carriers=all": ("paper", {"method.carriers": "all"}),
+    }
+    assert {name: variant_of(name) for name in names} == names

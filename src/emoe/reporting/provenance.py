@@ -36,11 +36,14 @@ def describe_machine(device: object = None) -> dict[str, str]:
     }
 
 
-@functools.cache
 def source_commit() -> str:
-    """The commit of this source tree: EMOE_COMMIT or that of git, `-dirty` if src/ differs from it; or `unknown`."""
-    if commit := os.environ.get("EMOE_COMMIT"):
-        return commit
+    """The commit of this source tree: EMOE_COMMIT if set, otherwise that of git; `-dirty` if src/ differs from it."""
+    return os.environ.get("EMOE_COMMIT") or git_commit()
+
+
+@functools.cache
+def git_commit() -> str:
+    """The commit as git reports it, asked once in a process; `unknown` without an answer."""
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str:
