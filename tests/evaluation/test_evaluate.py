@@ -55,10 +55,10 @@ def test_improved_methods_have_a_line_of_their_own_and_no_figure_of_the_paper() 
             domain = recipe.domain.build(0)
             rows.append(make_row(Measurement("validity", value, 0.5, 3000), domain, recipe, nfe=1))
             rows.append(make_row(Measurement("validity", 1.0, 0.5, 3000), domain, changed, nfe=1))
-    lines = {line.label: line for line in metric_lines(Results().add(RUN, rows))}
+    lines = {line.labels[0]: line for line in metric_lines(Results().add(RUN, rows))}
     values = {name: {row.value for row in lines[name].rows} for name in ("VADD", "VADD+", "E-MoE", "E-MoE+")}
     assert values == {"VADD": {91.0}, "VADD+": {92.0}, "E-MoE": {93.0}, "E-MoE+": {94.0}}
-    paper = {name: lines[name].reported("validity", 1) for name in values}
+    paper = {name: lines[name].where(nfe=1).reported("validity") for name in values}
     assert paper == {"VADD": 91.8, "VADD+": None, "E-MoE": 94.4, "E-MoE+": None}
 
 

@@ -102,8 +102,8 @@ def test_lines_of_models_name_what_was_changed_in_one_recipe_but_not_in_all():
     rows.append(row("x", 2.0))
     assert [line.labels for line in models(Results().add(RUN, rows[:2]))] == [("MDLM",), ("E-MoE lr=1",)]
     assert models(Results().add(RUN, rows))[-1].labels == ("x (toy-8modes-x)",)
-    lines = models(Results().add(RUN, [row("emoe", 1.0), rows[1]]), "8-modes")
-    assert [line.paper for line in lines] == [None, ("toy", "8-modes")]
+    lines = models(Results().add(RUN, [row("emoe", 1.0), rows[1]]))
+    assert [line.paper for line in lines] == ["", "8-modes"]
 
 
 def test_the_best_of_a_column():
@@ -127,7 +127,7 @@ def test_the_best_of_a_column():
 
 def test_cells_are_written_from_rows():
     rows = [row("emoe", 1.5, stderr=0.25), row("emoe", 2.5, metric="entropy")]
-    line = Line(("E-MoE",), rows, "emoe", paper=("toy", "8-modes"))
+    line = Line(("E-MoE",), rows, "emoe", paper="8-modes")
     assert Number("validity")(line) == "1.5" and Number("validity", measured=True, plain=True)(line) == "1.5 ±0.2"
     assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
     assert Number("validity", spread="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
@@ -141,7 +141,7 @@ def test_markdown_cells_cannot_break_the_table():
 
 
 def test_notes_explain_italics_only_where_there_are_some():
-    lines, note = [Line(("x",), [row("emoe", 1.0)], "emoe", paper=("toy", "8-modes"))], "One.\n*Italics*: them.\nTwo."
+    lines, note = [Line(("x",), [row("emoe", 1.0)], "emoe", paper="8-modes")], "One.\n*Italics*: them.\nTwo."
     for cell, shown in ((Number("validity"), "One. Two."), (reported("validity", ".1f"), "One. *Italics*: them. Two.")):
         assert build(["a"], lines, over("nfe", "{}", [1], cell), note)[0].note == shown
 

@@ -55,7 +55,7 @@ class Line:
     rows: Sequence[Row] = ()
     method: str = ""
     reference: bool = False  # no model: never marked as the best
-    paper: tuple[str, str] | None = None  # task and data set whose numbers of the paper compare with this line
+    paper: str = ""  # data set whose numbers of the paper compare with this line
     variant: str | None = None  # of sampling, by its name among the paper's numbers
     nfe: int | None = None  # of the paper's numbers
 
@@ -66,7 +66,7 @@ class Line:
 
     def reported(self, metric: str) -> float | None:
         """The paper's number beside this line."""
-        return self.paper and paper_numbers().get((*self.paper, self.method, metric, self.nfe, self.variant))
+        return paper_numbers().get((self.paper, self.method, metric, self.nfe, self.variant))
 
 
 def write(mean: SeedMean | None, form: str, *, unit: str = "", plain: bool = False) -> str:

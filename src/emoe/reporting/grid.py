@@ -34,13 +34,13 @@ def metric_lines(part: Results) -> list[Line]:
     methods, lines = paper_methods() | {row.method for row in part.rows}, []
     for method in sorted(methods, key=lambda method: (method_rank(method), method)):
         rows, label = part.select(method=method), part.label(method)
-        paper = comparable(rows or models, data)
+        paper = data * (comparable(rows or models) == data)
         for convention in sorted({row.convention or "" for row in rows}):
             own = main_recipe(select(rows, convention=convention or None))
             if method in REFERENCES:  # the same for any NFE if it was measured without
                 own += repeat(select(own, nfe=None), steps - {row.nfe for row in own})
             labels = (label, convention)[: 1 + named]
-            lines.append(Line(labels, own, method, method in REFERENCES, None if named else paper))
+            lines.append(Line(labels, own, method, method in REFERENCES, "" if named else paper))
         alone = Line((label, "paper")[: 1 + named], (), method, paper=paper)
         if (named or not rows) and any(alone.where(nfe=nfe).reported(metric) is not None for nfe in steps):
             lines.append(alone)
@@ -71,10 +71,7 @@ def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
 
 
 def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
-    """Numbers of seeds and samples: `3 seeds (0, 1, 2)` and `3,000 samples each`.
-
-    Where cells differ it is `1 to 3 seeds`: a table must not claim more seeds than its poorest cell has.
-    """
+    """`3 seeds (0, 1, 2)` and `3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
     models = [row for row in rows if row.method not in REFERENCES] or rows
     cells: dict[tuple[str, str, int | None], set[int]] = {}
     for row in models:

@@ -14,22 +14,18 @@ from emoe.reporting.table import Table, build, conventions_of, models, note, rep
 
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
-PAPER = {"mnist": "binarized-mnist"}  # data set of ours -> of the paper
 
 
 def bpd_tables(results: Results) -> list[Table]:
-    """Parameters, bits per dimension under every convention, and the coordination gain, with the paper's numbers.
-
-    Methods of the paper that are not measured have a line too, beside recipes that the paper's numbers compare with.
-    """
+    """Parameters, bits per dimension under every convention, and coordination gain; also of the paper's methods."""
     return [table for data in data_of(results) for table in _bpd_table(results.only(data=data), data)]
 
 
 def _bpd_table(part: Results, data: str) -> list[Table]:
-    paper, rows = PAPER.get(data, ""), part.models.rows
-    lines, beside = models(part, paper), comparable(rows, paper) if paper else None
+    rows, lines = part.models.rows, models(part)
+    paper = comparable(rows)
     for method in sorted(paper_methods() - {line.method for line in lines if line.paper}, key=method_rank):
-        line = Line((part.label(method),), (), method, paper=beside)
+        line = Line((part.label(method),), (), method, paper=paper)
         lines += [line] * (line.reported("bpd") is not None)
     millions, bits = partial(Number, form=".2f", unit="M", per=1e6, error=False), partial(Number, measured=True)
     columns: list[Column] = [
@@ -44,8 +40,7 @@ def _bpd_table(part: Results, data: str) -> list[Table]:
         for iw in (False, True)
     )
     words = "; ".join([f"{test} test images"] * bool(test) + [f"`iw` on {weighted}"] * bool(weighted))
-    italics = "*Italics*: the paper, whose table does not name a convention." * bool(paper)
-    return build([data_name(data)], lines, columns, note("images-bpd", part, counts=words, paper=italics))
+    return build([data_name(data)], lines, columns, note("images-bpd", part, counts=words))
 
 
 def nfe_tables(results: Results) -> list[Table]:
@@ -60,7 +55,7 @@ def nfe_tables(results: Results) -> list[Table]:
 
 def nfe_table(part: Results, metric: str) -> list[Table]:
     """A metric of samples over NFE for all models of a data set, and for real data."""
-    lines = [line for line in models(part) if steps_of([line], metric)]
+    lines = models(part, metric=metric)
     steps, real = steps_of(lines, metric), real_data(part).where(metric=metric)
     lines += [dataclasses.replace(real, rows=repeat(real.rows, steps))] * bool(real.rows)
     columns = over("nfe", "NFE {}", steps, Number(metric, measured=True))

@@ -299,10 +299,7 @@ class SeedMean(NamedTuple):
 
 
 def mean_over_seeds(rows: Iterable[Row], *, measured: bool = False) -> SeedMean | None:
-    """Mean and standard error of rows that differ in nothing but the seed; None without rows.
-
-    A single row has no error over seeds; if `measured`, it keeps that of its own measurement.
-    """
+    """Mean and standard error of rows that differ in the seed alone; `measured`: a single row keeps its own error."""
     rows = list(rows)
     for key in IDENTITY:
         values = sorted({str(getattr(row, key)) for row in rows})

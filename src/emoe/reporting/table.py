@@ -59,10 +59,7 @@ def printed(cell: str) -> float | None:
 
 
 def mark_best(rows: list[list[str]], first: int, better: str | None, references: Collection[int] = ()) -> None:
-    """Make the best number of every column from the `first` on bold, where at least two models have one.
-
-    Numbers are compared as they are printed: those that print alike are all marked.
-    """
+    """Make the best printed numbers of every column from the `first` on bold, where at least two models have one."""
     for column in range(first, len(rows[0]) if better else 0):
         cells = {number: printed(row[column]) for number, row in enumerate(rows) if number not in references}
         values = [value for value in cells.values() if value is not None]
@@ -72,11 +69,10 @@ def mark_best(rows: list[list[str]], first: int, better: str | None, references:
                 rows[number][column] = re.sub(r"^\S+", r"**\g<0>**", rows[number][column])
 
 
-def models(results: Results, paper: str = "") -> list[Line]:
-    """A line for each method and recipe, in the order of methods.
+def models(results: Results, **fields: object) -> list[Line]:
+    """A line for each method and recipe that has rows with these fields, in the order of methods.
 
     A label holds what was changed in this recipe but not in all of them, and the recipe's name if it is not usual.
-    `paper` is the paper's data set to compare with.
     """
     rows = results.models.rows
     shared = common_changes(rows)
@@ -90,8 +86,8 @@ def models(results: Results, paper: str = "") -> list[Line]:
     lines = []
     for (method, own), rows in sorted(groups.items(), key=lambda item: (method_rank(item[0][0]), item[0])):
         label = f"{results.label(method)} {own}".strip()
-        lines.append(Line((label,), rows, method, paper=comparable(rows, paper) if paper else None))
-    return lines
+        lines.append(Line((label,), rows, method, paper=comparable(rows)))
+    return [line for line in lines if line.where(**fields).rows]
 
 
 def steps_of(lines: Iterable[Line], metric: str = "") -> list[int]:

@@ -57,12 +57,6 @@ def data_of(results: Results) -> list[str]:
     return sorted({row.data for row in results.models.rows if not row.metric.startswith("zero_shot_")})
 
 
-def _models(rows: Results, metric: str = "", **fields: object) -> list[Line]:
-    """The models that have a number, to be compared with the paper's on LM1B."""
-    wanted = fields | ({"metric": metric} if metric else {})
-    return [line for line in models(rows, "lm1b") if line.where(**wanted).rows]
-
-
 def _blocks(line: Line) -> list[Line]:
     """A line for each routed block and for `all` of them, with the numbers logged at the end of training."""
     logged = [(int(str(row.convention)[5:]), row) for row in line.rows if str(row.convention).startswith("step ")]
@@ -90,7 +84,7 @@ def _eval_lm_note(rows: Results) -> str:
     if own is None:
         return ""
     text = f"The judge's own perplexity of the test rows is {own.mean:.2f}"
-    if baseline := next((mean for line in _models(rows) if line.method == "ar" and (mean := exact(line))), None):
+    if baseline := next((mean for line in models(rows) if line.method == "ar" and (mean := exact(line))), None):
         relation = "below" if own.mean < baseline.mean else "not below"
         text += f", {relation} that of the AR row, {baseline.mean:.2f}"
     if step:
@@ -125,11 +119,11 @@ DESIGN: list[Column] = [
 
 def gen_ppl_spec(rows: Results, setting: str) -> Spec:
     """Generative perplexity over NFE."""
-    lines = _models(rows, "gen_ppl", convention=setting)
+    lines = models(rows, metric="gen_ppl", convention=setting)
     steps = steps_of(lines, "gen_ppl")
     real = Line(("held-out text",), repeat(rows.select(method="data"), steps), "data", reference=True)
     beside = any(line.where(nfe=nfe).reported("gen_ppl") for line in lines for nfe in steps)
-    entropy = f"\n*(H {paper_numbers()['lm1b', 'lm1b', 'data', 'entropy', None, None]:.2f})*" * beside
+    entropy = f"\n*(H {paper_numbers()['lm1b', 'data', 'entropy', None, None]:.2f})*" * beside
 
     def cell(line: Line) -> str:
         return perplexity(setting)(line) + entropy * line.reference
@@ -141,7 +135,7 @@ def gen_ppl_spec(rows: Results, setting: str) -> Spec:
 
 def mauve_spec(rows: Results, setting: str) -> Spec:
     """MAUVE over NFE."""
-    lines, lm = _models(rows, "mauve", convention=None), _eval_lm(rows)
+    lines, lm = models(rows, metric="mauve", convention=None), _eval_lm(rows)
     features = ""
     if (pca := Number("pca_dimensions").mean(lm)) and (share := Number("pca_share").mean(lm)):
         features = f"Features of the judge, {pca.mean:.0f} principal components of the held-out rows "
@@ -162,7 +156,7 @@ def _in_variant(line: Line, variant: Variant, setting: str) -> Line:
 def collapse_spec(rows: Results, setting: str) -> Spec:
     """E-MoE with drawn and with other routes, and MDLM: perplexity, entropy and MAUVE at every NFE of the ablation."""
     lines, others = list[Line](), list[Line]()
-    for line in _models(rows, "gen_ppl"):
+    for line in models(rows, metric="gen_ppl"):
         variants = (_in_variant(line, variant, setting) for variant in VARIANTS.values())
         own = [variant for variant in variants if variant.where(metric="gen_ppl").rows]
         if own:
@@ -180,7 +174,7 @@ def collapse_spec(rows: Results, setting: str) -> Spec:
 
 def likelihood_spec(rows: Results, setting: str) -> Spec:
     """Test perplexity and nats per token of each model under each of its names; the evaluation LM's below."""
-    lines, lm = _models(rows, "ppl"), _eval_lm(rows)
+    lines, lm = models(rows, metric="ppl"), _eval_lm(rows)
     lines += [lm] * bool(lines and lm.where(metric="ppl").rows)
     columns = over("convention", "{}", conventions_of(lines, "ppl"), likelihood())
     columns = [("paper", reported("ppl", ".2f")), *columns, ("coordination gain", GAIN)]
@@ -189,21 +183,21 @@ def likelihood_spec(rows: Results, setting: str) -> Spec:
 
 def zero_shot_spec(rows: Results, setting: str) -> Spec:
     """Likelihoods of text from elsewhere."""
-    lines = _models(rows)
+    lines = models(rows)
     columns = over("convention", "{}", conventions_of(lines, "zero_shot_ppl"), likelihood("zero_shot_"))
     return Spec(lines, columns)
 
 
 def design_spec(rows: Results, setting: str) -> Spec:
     """Passes per training and sampling step, parameters and time, all of them counted or measured."""
-    return Spec(_models(rows, "passes_train"), DESIGN)
+    return Spec(models(rows, metric="passes_train"), DESIGN)
 
 
 def latent_spec(rows: Results, setting: str) -> Spec:
     """By block, over the last twentieth of training: usage, routing entropy of both sides, route KL."""
     total, kl = Stack([Plain("kl_per_token", form=".4f")], "{:.2f}"), Plain("route_kl", form=".4f")
     lines = []
-    for line in _models(rows):
+    for line in models(rows):
         blocks = _blocks(line)
         latent = len(blocks) > 1 or any(
             row.value for block in blocks for row in block.where(metric="kl_per_token").rows
@@ -220,7 +214,7 @@ def latent_spec(rows: Results, setting: str) -> Spec:
 
 def checks_spec(rows: Results, setting: str) -> Spec:
     """Three questions to a latent: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
-    everyone = _models(rows)
+    everyone = models(rows)
     lines = [line for line in everyone if setting and any(block.labels[1] != "all" for block in _blocks(line))]
     columns: list[Column] = [("half of the blocks in use", _alive), ("coordination gain above 0", _gain)]
     for mdlm in [line for line in everyone if line.method == "mdlm"][:1]:
@@ -246,10 +240,7 @@ def _gain(line: Line) -> str:
 
 
 def _against(mdlm: Line, cell: Stack, line: Line) -> str:
-    """Perplexities of samples of a model and of MDLM, and how far apart their entropies are.
-
-    No verdict where entropies are too far apart, or perplexities within two standard errors.
-    """
+    """Perplexities of a model and MDLM; no verdict if entropies differ or perplexities are within two errors."""
     (ours, entropy), (theirs, level) = ([number.mean(one) for number in cell.numbers] for one in (line, mdlm))
     if ours is None or theirs is None or entropy is None or level is None:
         return DASH

@@ -68,10 +68,7 @@ def common_changes(results: Results) -> dict[str, str]:
 
 
 def by_variant(results: Results) -> dict[tuple[str, str], list[Row]]:
-    """The rows of models on tied symbols, by family and variant in the order of tables.
-
-    A variant's name holds what was changed in it but not in all models, and an unusual depth.
-    """
+    """The rows of models by family and variant; a label has what was not changed in all models, and unusual depth."""
     shared = common_changes(results)
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in results.models.rows:

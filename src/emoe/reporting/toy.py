@@ -60,7 +60,7 @@ def gaps(results: Results) -> str:
     sentences = []
     for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
         rows = main_rows(part, method=method, data=data)
-        line = Line((), rows, method, paper=comparable(rows, data), nfe=1)
+        line = Line((), rows, method, paper=comparable(rows), nfe=1)
         mean, paper = Number("validity").mean(line), line.reported("validity")
         if mean is not None and paper is not None:
             gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
