@@ -1,10 +1,11 @@
-"""Tables of the results that `python research/NAME.py` and the recorded searches left in `results/`.
+"""Tables of what `python research/NAME.py`, benchmarks and searches left in `results/`, and prose of pages there.
 
 `python -m emoe.reporting.docs` takes `BLOCKS` in beside its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -12,19 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emoe.reporting.cells import Column, Line, Number, data_name, measure, over, write
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
+from emoe.reporting.grid import main_rows, sampled, seeds_and_samples
+from emoe.reporting.paper import comparable
 from emoe.reporting.recipes import parse
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, SeedMean
-from emoe.reporting.table import Table, build, comma, conventions_of, short_commit, source_of, steps_of
+from emoe.reporting.table import Table, build, comma, conventions_of, short_commit, source_of, span, steps_of
 from emoe.reporting.ties import health_tables, scaling_tables
+from emoe.reporting.toy import METRICS
 
 # First words of the names of estimators, in the order of tables and colours.
 FAMILIES = ("top-2", "all", "selected", "reinmax", "gumbel-rao", "leave-one-out", "vimco", "wake-sleep")
 BASELINE = "top-2 tau 1"
 STATES = ("early", "middle")
 OBJECTIVES = {"objective": ("KL × 1", 3), "objective, KL/t": ("KL × 1/t (VADD as published)", 2)}  # log(2) / 3
+MNIST_STEPS = 200_000  # of the paper's recipes
+RIVAL = "vdm, eager"  # as the benchmark records it
 SEARCHES = (
     "toy-estimators", "toy-annealing", "toy-weighting", "toy-proper", "toy-draws", "toy-vadd", "toy-vadd-2",
     "toy-vadd-3", "ties-probe", "ties-64",
@@ -132,6 +138,27 @@ def two_bits(results: Results) -> list[Table]:
     return build(["Objective", "minimised", "in theory"], lines, columns, note, align="lrr")
 
 
+def mnist_steps(results: Results) -> list[Table]:
+    """The training step of the methods on MNIST, the paper's budget in minutes, and the rival's speed."""
+    part = results.only(metric="step_ms", data="mnist-step-gpu")
+
+    def label(method: str) -> str:
+        name, comma, more = method.partition(", ")
+        return "VDM UNet, eager" if method == RIVAL else part.label(name) + comma + more
+
+    lines = [Line((label(row.method),), [row], row.method) for row in part.rows]
+    (rival,) = part.select(method=RIVAL)
+    minutes = Number("step_ms", form=".1f", per=60_000 / MNIST_STEPS)
+    columns: list[Column] = [
+        ("ms per step", Number("step_ms", form=".2f", measured=True, plain=True)),
+        (f"minutes for {MNIST_STEPS:,} steps", lambda line: DASH if line.method == RIVAL else minutes(line)),
+        ("speed against the VDM UNet", lambda line: f"{rival.value / line.rows[0].value:.1f}x"),
+    ]
+    turns = span(row.n for row in part.rows[:1])
+    note = f"Medians of turns within one process, {turns} each. Made at {source_of(part)}."
+    return build(["MNIST, 64 images a step"], lines, columns, note)
+
+
 def step_variants(results: Results) -> list[Table]:
     """The training step of every way to learn the latent, beside the paper's reading in the same run."""
     rows = results.select(metric="step_ms", data="toy-step-gpu")
@@ -142,6 +169,35 @@ def step_variants(results: Results) -> list[Table]:
     columns = [("ms", Number(form=".2f")), ("over E-MoE", Number(form=".2f", per=base.value, unit="x"))]
     note = f"Made by `{run.command}` at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch})."
     return build(["One training step of 512 rows"], lines, columns, note)
+
+
+def toy_source(results: Results) -> str:
+    """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
+    rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
+    commands: dict[str, list[str]] = {}
+    for name in sorted({row.run for group in rows.values() for row in group}):
+        run = results.runs[name]
+        where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
+        commands.setdefault(where, []).append(f"`{run.command}`")
+    sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
+    samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
+    return f"Made by {sources}: {'; '.join(samples)}."
+
+
+def toy_gaps(results: Results) -> str:
+    """How far VADD and E-MoE are from the paper at one network call, in points, with the sign."""
+    part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
+    sentences = []
+    for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
+        rows = main_rows(part, method=method, data=data)
+        line = Line((), rows, method, paper=comparable(rows), nfe=1)
+        mean, paper = Number("validity").mean(line), line.reported("validity")
+        if mean is not None and paper is not None:
+            gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
+            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
+            beside = Number("overlap", error=False)(line)
+            sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {beside}).")
+    return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
 
 
 def search_table(ranking: dict[str, Any]) -> Table:
@@ -185,6 +241,9 @@ BLOCKS: dict[str, Block] = {
     "information": block(information_tables, "information", command="python research/information.py"),
     "route-limit": block(route_limit, "route-limit", "toy", command="python research/route_limit.py"),
     "two-bits": block(two_bits, "likelihood", command="python research/two_bits.py"),
+    "toy-source": block(toy_source, "toy"),
+    "toy-gaps": block(toy_gaps, "toy"),
+    "mnist-steps": block(mnist_steps, "benchmark", command="python benchmarks/step_time.py --record"),
     "step-variants": block(step_variants, "benchmark", command="python benchmarks/step_time.py --record"),
     "scaling-64-table": block(scaling_tables, "scaling-64", command="emoe reproduce scaling"),
     "scaling-64-health": block(health_tables, "scaling-64", command="emoe reproduce scaling"),

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from emoe.exact.laws import chain_law, exact_nll, kl_data_model
-from emoe.reporting.results import Results
+from emoe.reporting.results import Results, Row, RunInfo
 
 FOLDER = Path(__file__).parents[1] / "research"
+RUN = RunInfo(
+    command="emoe toy", commit="0123456789abcdef-dirty", device="a GPU", torch="2", python="3",
+    date="2025-01-01T00:00:00Z", wall_s=3.0,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -119,3 +123,30 @@ def test_a_search_shows_ramps_and_failures(load) -> None:
     assert table.rows[0] == ["lr 1e-3, kl-weight 4 → 1 over 60%", "-0.123 ±0.010", "—"]
     assert table.rows[1] == ["**base** (failed)", "—", "—"]
     assert "over moons (seed 10)" in table.note and "`0123456789ab`" in table.note
+
+
+def test_the_table_of_step_times(load) -> None:
+    same = dict(task="benchmark", data="mnist-step-gpu", seed=0, nfe=None, metric="step_ms", recipe="r")
+    times = {"mdlm": 3.0, "emoe": 6.0, "mdlm, eager": 15.0, "vdm, eager": 21.0}
+    rows = [Row(**same, method=method, value=value, stderr=0.01, n=20) for method, value in times.items()]
+    (table,) = load("tables").mnist_steps(Results().add(RUN, rows))
+    assert ["MDLM", "3.00 ±0.01", "10.0", "7.0x"] in table.rows
+    assert ["MDLM, eager", "15.00 ±0.01", "50.0", "1.4x"] in table.rows
+    assert ["VDM UNet, eager", "21.00 ±0.01", "—", "1.0x"] in table.rows
+
+
+def test_gaps_to_the_paper(load) -> None:
+    same = dict(task="toy", data="8-modes", nfe=1, n=2500)
+    rows = [
+        Row(**same, method=method, recipe=f"toy-8modes-{method}", seed=seed, metric=metric, value=value + shift + seed)
+        for method, value in (("vadd", 92.8), ("emoe", 87.0))
+        for metric, shift in (("validity", 0), ("overlap", -10))
+        for seed in (0, 1)
+    ]
+    results, tables = Results().add(RUN, rows), load("tables")
+    assert tables.toy_gaps(results).splitlines() == [
+        "- VADD on 8-modes at NFE 1: validity 93.3 ±0.5, the paper reports 91.8: +1.5 points (overlap 83.3).",
+        "- E-MoE on 8-modes at NFE 1: validity 87.5 ±0.5, the paper reports 94.4: −6.9 points (overlap 77.5).",
+    ]
+    source = tables.toy_source(results)
+    assert source.startswith("Made by `emoe toy` at commit `0123456789ab-dirty` on a GPU (torch 2, Python 3): validity")

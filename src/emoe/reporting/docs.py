@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from emoe.files import replace_file
-from emoe.reporting import exact, images, steps, summary, text, ties, toy
+from emoe.reporting import exact, images, summary, text, ties, toy
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table
@@ -48,14 +48,11 @@ def block(make: Callable[..., str | list[Table]], *files: str, command: str = ""
     return write
 
 
-mnist_steps, checks = partial(steps.step_table, data="mnist-step-gpu"), partial(text.text_tables, "checks")
+checks = partial(text.text_tables, "checks")
 BLOCKS: dict[str, Block] = {
     "summary": block(summary.summary, "toy", "mnist", "text"),
-    "toy-source": block(toy.source, "toy"),
-    "toy-gaps": block(toy.gaps, "toy"),
     "toy-exact": block(exact.exact_tables, "toy"),
     "mnist-bpd": block(images.bpd_tables, "mnist"),
-    "mnist-steps": block(mnist_steps, "benchmark", command="python benchmarks/step_time.py --record"),
     "likelihood-table": block(exact.likelihood_tables, "likelihood"),
     "held-out-table": block(exact.held_out_tables, "held-out"),
     "scaling-table": block(ties.scaling_tables, "scaling"),

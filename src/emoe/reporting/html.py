@@ -14,7 +14,7 @@ from string import Template
 from emoe.figures.base import png
 from emoe.figures.curves import Curve, Panel, draw, read_curve
 from emoe.files import replace_file
-from emoe.reporting import exact, images, steps, text, ties
+from emoe.reporting import exact, images, text, ties
 from emoe.reporting.cells import data_name, data_of, measure, names
 from emoe.reporting.grid import metric_tables, sampled
 from emoe.reporting.render import html_table, inline
@@ -26,7 +26,6 @@ TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {
     "digits": (images.bpd_tables, images.nfe_tables),
     "text": (text.all_tables,),
     "ties": (ties.scaling_tables, ties.health_tables),
-    "benchmark": (steps.step_tables,),
 }
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
 TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (nats per token)"}

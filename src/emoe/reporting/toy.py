@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-from emoe.reporting.cells import DASH, MINUS, Line, Number, data_name, data_of, measure, write
-from emoe.reporting.grid import grid_note, main_rows, metric_tables, sampled, seeds_and_samples
-from emoe.reporting.paper import comparable
+from emoe.reporting.cells import DASH, measure
+from emoe.reporting.grid import grid_note, main_rows, metric_tables, sampled
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results
-from emoe.reporting.table import Table, comma, short_commit, with_note
+from emoe.reporting.table import Table, with_note
 
 METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
 
@@ -39,32 +37,3 @@ def side_by_side(tables: Sequence[Table]) -> Table:
         for label, row in rows.items():
             row += cells.get(label, [DASH] * (len(table.header) - 1))
     return Table(header, list(rows.values()), note=tables[-1].note)
-
-
-def source(results: Results) -> str:
-    """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
-    rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
-    commands: dict[str, list[str]] = {}
-    for name in sorted({row.run for group in rows.values() for row in group}):
-        run = results.runs[name]
-        where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
-        commands.setdefault(where, []).append(f"`{run.command}`")
-    sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
-    samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
-    return f"Made by {sources}: {'; '.join(samples)}."
-
-
-def gaps(results: Results) -> str:
-    """How far VADD and E-MoE are from the paper at one network call, in points, with the sign."""
-    part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
-    sentences = []
-    for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
-        rows = main_rows(part, method=method, data=data)
-        line = Line((), rows, method, paper=comparable(rows), nfe=1)
-        mean, paper = Number("validity").mean(line), line.reported("validity")
-        if mean is not None and paper is not None:
-            gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
-            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
-            beside = Number("overlap", error=False)(line)
-            sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {beside}).")
-    return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
