@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from emoe.files import replace_file
-from emoe.reporting import exact, images, summary, text, ties, toy
+from emoe.reporting import images, summary, text, ties, toy
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table
@@ -51,10 +51,10 @@ def block(make: Callable[..., str | list[Table]], *files: str, command: str = ""
 checks = partial(text.text_tables, "checks")
 BLOCKS: dict[str, Block] = {
     "summary": block(summary.summary, "toy", "mnist", "text"),
-    "toy-exact": block(exact.exact_tables, "toy"),
+    "toy-exact": block(toy.exact_tables, "toy"),
     "mnist-bpd": block(images.bpd_tables, "mnist"),
-    "likelihood-table": block(exact.likelihood_tables, "likelihood"),
-    "held-out-table": block(exact.held_out_tables, "held-out"),
+    "likelihood-table": block(toy.likelihood_tables, "likelihood"),
+    "held-out-table": block(toy.held_out_tables, "held-out"),
     "scaling-table": block(ties.scaling_tables, "scaling"),
     "scaling-health": block(ties.health_tables, "scaling"),
     "text-checks": block(checks, "text"),
@@ -68,12 +68,6 @@ PAGES: dict[str, Callable[[Results], str]] = {
     "text": text.text_page,
     "text-tiny": text.text_page,
 }
-
-
-def known_blocks(root: Path) -> dict[str, Block]:
-    """The blocks of the package and, where the checkout has them, those of `research/tables.py`."""
-    path = root / "research" / "tables.py"
-    return BLOCKS | (runpy.run_path(str(path))["BLOCKS"] if path.exists() else {})
 
 
 def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> tuple[str, list[str]]:
@@ -103,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs/ and results/")
     options = parser.parse_args(arguments)
     load.cache_clear()
-    results, blocks, stale = options.root / "results", known_blocks(options.root), 0
+    results, own, stale = options.root / "results", options.root / "research" / "tables.py", 0
+    blocks = BLOCKS | (runpy.run_path(str(own))["BLOCKS"] if own.exists() else {})  # one-off studies of a checkout
     files = [*sorted((options.root / "docs").rglob("*.md")), *sorted(results.glob("*.md"))]
     for path in [options.root / "README.md", *files]:
         try:

@@ -14,7 +14,7 @@ from string import Template
 from emoe.figures.base import png
 from emoe.figures.curves import Curve, Panel, draw, read_curve
 from emoe.files import replace_file
-from emoe.reporting import exact, images, text, ties
+from emoe.reporting import images, text, ties, toy
 from emoe.reporting.cells import data_name, data_of, measure, names
 from emoe.reporting.grid import metric_tables, sampled
 from emoe.reporting.render import html_table, inline
@@ -68,7 +68,7 @@ def _picture(data: bytes, caption: str) -> str:
 
 def _results(part: Results, task: str) -> str:
     """The tables of a task, side by side where the window is wide enough, and curves of those over NFE."""
-    tables = [table for make in TABLES.get(task, (_over_nfe, exact.exact_tables)) for table in make(part)]
+    tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
     colours = [[part.colour(method) if method else "" for method in table.methods] for table in tables]
     cards = (_card(html_table(table, own), table.title, table.note) for table, own in zip(tables, colours, strict=True))
     return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(map(_panel, tables, colours), task)
