@@ -1,6 +1,6 @@
-"""Tables of what `python research/NAME.py`, benchmarks and searches left in `results/`, and prose of pages there.
+"""Tables that only pages of this repository show: summaries, gaps to the paper, benchmarks, searches, one-off studies.
 
-`python -m emoe.reporting.docs` takes `BLOCKS` in beside its own.
+The latter are recorded by `python research/NAME.py`. `python -m emoe.reporting.docs` adds `BLOCKS` to its own.
 """
 
 from __future__ import annotations
@@ -13,17 +13,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, data_name, data_of, measure, over, write
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Stack, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
 from emoe.reporting.grid import main_rows, sampled, seeds_and_samples
 from emoe.reporting.paper import comparable
 from emoe.reporting.recipes import parse
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, SeedMean
+from emoe.reporting.results import Results, SeedMean, methods_of, select
 from emoe.reporting.table import Table, build, comma, conventions_of, short_commit, source_of, span, steps_of
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 
+Plain = partial(Number, error=False)
+TOY = Stack([Plain("validity", form=".1f"), Plain("overlap", form=".1f")])
+FRECHET = Stack([Plain("frechet", form=".1f")])
+TEXT = Stack([Plain("gen_ppl", {"convention": "paper"}, ",.0f"), Plain("entropy", {"convention": None}, ".2f", "H ")])
+SUMMARY = {  # heading -> cell, data set or task, network calls
+    "8-modes, 1 call": (TOY, {"data": "8-modes", "nfe": 1}),
+    "Swiss-roll, 1 call": (TOY, {"data": "swiss-roll", "nfe": 1}),
+    "MNIST, 1 call": (FRECHET, {"data": "mnist", "nfe": 1}),
+    "64 calls": (FRECHET, {"data": "mnist", "nfe": 64}),
+    "news, 1 call": (TEXT, {"task": "text", "nfe": 1}),
+    "128 calls": (TEXT, {"task": "text", "nfe": 128}),
+}
 # First words of the names of estimators, in the order of tables and colours.
 FAMILIES = ("top-2", "all", "selected", "reinmax", "gumbel-rao", "leave-one-out", "vimco", "wake-sleep")
 BASELINE = "top-2 tau 1"
@@ -35,6 +47,21 @@ SEARCHES = (
     "toy-estimators", "toy-annealing", "toy-weighting", "toy-proper", "toy-draws", "toy-vadd", "toy-vadd-2",
     "toy-vadd-3", "ties-probe", "ties-64",
 )  # fmt: skip
+
+
+def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
+    """Methods that were measured on the toy, and the other models of text, without errors."""
+    rows = main_rows(sampled(toy), task="toy", metric=["validity", "overlap"])
+    rows += mnist.select(task="mnist", metric="frechet") + text.select(task="text", metric=["gen_ppl", "entropy"])
+    rows = [row for row in Results(rows).models.rows if " method." not in str(row.recipe)]
+    lines = [Line((toy.label(name),), select(rows, method=name), name) for name in methods_of(rows)]
+    return build(["Method"], lines, [(heading, partial(_with_second, *column)) for heading, column in SUMMARY.items()])
+
+
+def _with_second(cell: Stack, where: dict[str, object], line: Line) -> str:
+    """The first number, and the second in parentheses."""
+    first, *second = cell(line.where(**where)).split("\n")
+    return first + "".join(f" ({text})" for text in second)
 
 
 def estimator_order(name: str) -> tuple[int, list[float], str]:
@@ -237,6 +264,7 @@ def search(name: str, folder: Path) -> str:
 
 
 BLOCKS: dict[str, Block] = {
+    "summary": block(summary, "toy", "mnist", "text"),
     "estimator-table": block(estimator_tables, "estimators", command="python research/estimators.py"),
     "information": block(information_tables, "information", command="python research/information.py"),
     "route-limit": block(route_limit, "route-limit", "toy", command="python research/route_limit.py"),

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from emoe.files import replace_file
-from emoe.reporting import images, summary, text, ties, toy
+from emoe.reporting import images, text, ties, toy
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table
@@ -50,7 +50,6 @@ def block(make: Callable[..., str | list[Table]], *files: str, command: str = ""
 
 checks = partial(text.text_tables, "checks")
 BLOCKS: dict[str, Block] = {
-    "summary": block(summary.summary, "toy", "mnist", "text"),
     "toy-exact": block(toy.exact_tables, "toy"),
     "mnist-bpd": block(images.bpd_tables, "mnist"),
     "likelihood-table": block(toy.likelihood_tables, "likelihood"),
