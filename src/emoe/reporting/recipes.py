@@ -62,9 +62,8 @@ def main_recipe(rows: list[Row]) -> list[Row]:
         return rows
     task, method = rows[0].task, rows[0].method
     names = [name for name in recipes if name.startswith(f"{task}-")] or recipes
-    plain = [name for name in names if parse(name).name.endswith(f"-{method}")]
-    fewest = min((len(parse(name).changes) for name in plain), default=0)
-    plain = [name for name in plain if len(parse(name).changes) == fewest]
+    own = sorted((len(parse(name).changes), name) for name in names if parse(name).name.endswith(f"-{method}"))
+    plain = [name for changes, name in own if changes == own[0][0]]
     if method in REFERENCES:  # the same beside every recipe it was measured with
         plain = names[:1]
     if len(plain) != 1:

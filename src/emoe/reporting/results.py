@@ -47,7 +47,7 @@ class _Record:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo(_Record):
-    """The command and machine behind rows. `RunInfo(command=..., wall_s=..., **describe_machine())` fills it in."""
+    """The command and machine behind rows. `RunInfo(command=..., wall_s=..., **describe_machine(device))` fills it in."""
 
     command: str
     commit: str
@@ -269,18 +269,16 @@ class Results:
         """The seeds behind the rows."""
         return sorted({row.seed for row in self.rows if row.seed is not None})
 
-    @property
-    def _styles(self) -> dict[str, MethodStyle]:
-        return known_methods() | self.methods
-
     def label(self, method: str) -> str:
         """The name of a method in tables and figures."""
-        return self._styles[method].label if method in self._styles else method
+        styles = known_methods() | self.methods
+        return styles[method].label if method in styles else method
 
     def colour(self, method: str) -> str:
         """The colour of a method in figures; an unknown method gets one that no known method has."""
-        if method in self._styles:
-            return self._styles[method].colour
+        styles = known_methods() | self.methods
+        if method in styles:
+            return styles[method].colour
         free = [colour for colour in CYCLE if colour not in {style.colour for style in known_methods().values()}]
         unknown = sorted({row.method for row in self.rows} - set(known_methods()) | {method})
         return free[unknown.index(method) % len(free)]

@@ -112,9 +112,6 @@ def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LI
     return sorted({row.convention for row in rows if row.convention is not None}, key=key)
 
 
-# --- Notes -----------------------------------------------------------------------------------------------------------
-
-
 def note(name: str, results: Results, **values: object) -> str:
     """A note of `names.toml` with `values`, and with the seeds, common changes and sources of the models."""
     models = results.models
