@@ -10,10 +10,7 @@ from emoe.reporting.docs import BLOCKS, BlockError, main, render
 from emoe.reporting.results import Row, RunInfo, record
 
 ROOT = Path(__file__).parents[2]
-RUN = RunInfo(
-    command="emoe toy", commit="0123456789abcdef-dirty", device="a GPU", torch="2", python="3",
-    date="2025-01-01T00:00:00Z", wall_s=3.0,
-)  # fmt: skip
+RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 
 
 def block(name: str, content: str = "") -> str:
@@ -23,11 +20,6 @@ def block(name: str, content: str = "") -> str:
 PAGE = f"# Title\n\n{block('toy-exact')}{block('held-out-table')}"
 
 
-def toy(method: str, metric: str, value: float, **changes: object) -> Row:
-    fields = dict(task="toy", data="8-modes", method=method, recipe=f"toy-8modes-{method}", seed=0, nfe=1, n=2500)
-    return Row(**(fields | dict(metric=metric, value=value) | changes))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Results of two methods with two seeds, and exact laws from which one sample is 1 point off."""
@@ -35,8 +27,9 @@ def folder(tmp_path: Path) -> Path:
     for method, value in (("vadd", 92.8), ("emoe", 87.0)):
         for seed in (0, 1):
             off = 1.0 if (method, seed) == ("vadd", 0) else 0.1
-            rows.append(toy(method, "validity", value + seed, seed=seed))
-            rows.append(toy(method, "validity", value + seed - off, seed=seed, convention="exact", n=None))
+            same = dict(task="toy", data="8-modes", method=method, recipe=f"toy-8modes-{method}", seed=seed, nfe=1)
+            rows.append(Row(**same, metric="validity", value=value + seed, n=2500))
+            rows.append(Row(**same, metric="validity", value=value + seed - off, convention="exact"))
     record(tmp_path / "results" / "toy.json", RUN, rows)
     return tmp_path / "results"
 

@@ -47,7 +47,7 @@ class _Record:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo(_Record):
-    """The command and machine behind rows. `RunInfo(command=..., wall_s=..., **describe_machine(device))` fills it in."""
+    """The command and machine behind rows: `RunInfo(command=..., wall_s=..., **describe_machine(device))`."""
 
     command: str
     commit: str
