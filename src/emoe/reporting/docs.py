@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     load.cache_clear()
     results, own, stale = options.root / "results", options.root / "research" / "tables.py", 0
-    blocks = BLOCKS | (runpy.run_path(str(own))["BLOCKS"] if own.exists() else {})  # one-off studies of a checkout
+    blocks = BLOCKS | (runpy.run_path(str(own))["BLOCKS"] if own.exists() else {})  # of this repository
     files = [*sorted((options.root / "docs").rglob("*.md")), *sorted(results.glob("*.md"))]
     for path in [options.root / "README.md", *files]:
         try:
