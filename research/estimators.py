@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from routes import enumerate_routes, flat_gradient
+from tables import BASELINE, FAMILIES, STATES
 from torch import Tensor
 
 from emoe.backbones.transformer import TransformerConfig
@@ -29,7 +30,6 @@ from emoe.domains.ties import Ties, TiesConfig
 from emoe.figures.base import CYCLE, canvas, save
 from emoe.methods.emoe import EMoE, EMoEConfig
 from emoe.recipes import get_recipe
-from emoe.reporting.latent import BASELINE, FAMILIES, STATES
 from emoe.reporting.provenance import describe_machine
 from emoe.reporting.results import Results, Row, RunInfo, record
 from emoe.rng import Rng, derive_seed

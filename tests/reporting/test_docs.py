@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,115 +10,58 @@ from emoe.reporting.docs import BLOCKS, BlockError, main, render
 from emoe.reporting.results import Row, RunInfo, record
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    path
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if "<!-- generated:" in path.read_text()
-]
-RUN = RunInfo(
-    command="emoe toy", commit="0123456789abcdef-dirty", device="a GPU", torch="2", python="3",
-    date="2025-01-01T00:00:00Z", wall_s=3.0,
-)  # fmt: skip
+RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 
 
 def block(name: str, content: str = "") -> str:
     return f"<!-- generated:{name} -->\n{content}<!-- /generated:{name} -->\n"
 
 
-TOY = "# Title\n\n" + "".join(block(f"toy-{name}") for name in ("validity", "overlap", "source", "gaps", "exact"))
-
-
-def toy(method: str, metric: str, value: float, **changes: object) -> Row:
-    fields = dict(task="toy", data="8-modes", method=method, recipe=f"toy-8modes-{method}", seed=0, nfe=1, n=2500)
-    return Row(**(fields | dict(metric=metric, value=value) | changes))
+PAGE = f"# Title\n\n{block('toy-exact')}{block('held-out-table')}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Results of two methods with two seeds, and exact laws from which one sample is 1 point off."""
-    rows = [toy(m, "overlap", v - 10 + s, seed=s) for m, v in (("vadd", 92.8), ("emoe", 87.0)) for s in (0, 1)]
+    rows = []
     for method, value in (("vadd", 92.8), ("emoe", 87.0)):
         for seed in (0, 1):
             off = 1.0 if (method, seed) == ("vadd", 0) else 0.1
-            rows.append(toy(method, "validity", value + seed, seed=seed))
-            rows.append(toy(method, "validity", value + seed - off, seed=seed, convention="exact", n=None))
+            same = dict(task="toy", data="8-modes", method=method, recipe=f"toy-8modes-{method}", seed=seed, nfe=1)
+            rows.append(Row(**same, metric="validity", value=value + seed, n=2500))
+            rows.append(Row(**same, metric="validity", value=value + seed - off, convention="exact"))
     record(tmp_path / "results" / "toy.json", RUN, rows)
     return tmp_path / "results"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_generated_blocks_are_current(path):
+def test_generated_blocks_are_current(capsys):
     """Fails when results/ or the text changed without `python -m emoe.reporting.docs`."""
-    fresh, stale = render(path.read_text(encoding="utf-8"), ROOT / "results")
-    assert not stale and fresh == path.read_text(encoding="utf-8"), "run `python -m emoe.reporting.docs`"
+    assert main(["--root", str(ROOT), "--check"]) == 0, capsys.readouterr().out
 
 
-def test_blocks_of_the_toy(folder):
-    page, stale = render(TOY + "The end.\n", folder)
-    assert page.startswith("# Title\n\n<!-- generated:toy-validity -->\n\n| 8-modes | NFE 1 |") and len(stale) == 5
-    assert page.endswith("<!-- /generated:toy-exact -->\nThe end.\n") and render(page, folder) == (page, [])
-    assert render(page.replace("87.5", "97.5"), folder)[1] == ["toy-validity", "toy-gaps"]
-    assert "- VADD on 8-modes at NFE 1: validity 93.3 ±0.5, the paper reports 91.8: +1.5 points (overlap 83.3)." in page
-    assert (
-        "- E-MoE on 8-modes at NFE 1: validity 87.5 ±0.5, the paper reports 94.4: −6.9 points (overlap 77.5)." in page
-    )
-    assert (
-        "Made by `emoe toy` at commit `0123456789ab-dirty` on a GPU (torch 2, Python 3): validity from 2 seeds" in page
-    )
+def test_blocks_are_made_anew(folder):
+    page, stale = render(PAGE + "The end.\n", folder)
+    assert page.startswith("# Title\n\n<!-- generated:toy-exact -->\n\n| 8-modes | of the exact law | NFE 1 |")
+    assert page.endswith("<!-- /generated:held-out-table -->\nThe end.\n") and stale == ["toy-exact", "held-out-table"]
+    assert render(page, folder) == (page, []) and render(page.replace("92.80 %", "97.5 %"), folder)[1] == ["toy-exact"]
     # sqrt(91.8 * 8.2 / 2500) = 0.549 points
     assert "in 4 comparisons: 1.8 standard errors (VADD on 8-modes, seed 0, NFE 1: 92.80 % of 2,500 samples" in page
 
 
 def test_blocks_without_numbers_name_the_command(tmp_path):
     for name, make in BLOCKS.items():
-        assert make(tmp_path).startswith(
-            ("*No numbers here yet: run `", "*No figures here yet: run `emoe reproduce ")
-        ), name
-    assert "`emoe reproduce text --size text-tiny`" in BLOCKS["text-tiny-design"](tmp_path)
-
-
-def test_blocks_of_step_times(tmp_path):
-    common = dict(task="benchmark", seed=0, nfe=None, metric="step_ms", n=20, stderr=0.01, recipe="r")
-    times = {"mdlm": 3.0, "emoe": 6.0, "mdlm, eager": 15.0, "vdm, eager": 21.0}
-    rows = [Row(**common, data="mnist-step-gpu", method=method, value=value) for method, value in times.items()]
-    rows += [
-        Row(**common, data="news-small-step-gpu", method=method, value=value)
-        for method, value in (("ar", 16.0), ("mdlm", 8.0))
-    ]
-    record(tmp_path / "benchmark.json", RUN, rows)
-    mnist, text = (BLOCKS[f"{name}-steps"](tmp_path) for name in ("mnist", "text"))
-    assert "| MDLM | 3.00 ±0.01 | 10.0 | 7.0x |" in mnist and "| MDLM, eager | 15.00 ±0.01 | 50.0 | 1.4x |" in mnist
-    assert "| VDM UNet, eager | 21.00 ±0.01 | — | 1.0x |" in mnist
-    assert "| MDLM | 8.0 ±0.01 | 1.0 |\n| AR | 16.0 ±0.01 | 2.0 |" in text and "together 3 minutes" in text
-    assert "run `python benchmarks/step_time.py" in BLOCKS["step-variants"](tmp_path)
-
-
-def test_a_search_shows_ramps_and_failures(tmp_path):
-    settings = {"optim.lr": "1e-3", "method.kl-weight": '{"kind": "linear", "start": 4.0, "end": 1.0, "share": 0.6}'}
-    outcome = {"task": {"domain.density": "moons"}, "seed": 10}
-    metrics = {"kl@1": {"mean": -0.1234, "stderr": 0.01}, "overlap@1": None}
-    trials = [
-        {"settings": settings, "status": "done", "outcomes": [outcome], "metrics": metrics},
-        {"settings": {}, "status": "failed", "outcomes": [outcome], "metrics": {"kl@1": None, "overlap@1": None}},
-    ]
-    made = {"commit": "0123456789abcdef", "device": "a GPU", "torch": "2", "python": "3"}
-    ranking = {"base": "toy-8modes-vadd", "rank": ["kl@1", "overlap@1"], "made": made, "trials": trials}
-    (tmp_path / "search").mkdir()
-    (tmp_path / "search" / "toy-vadd.json").write_text(json.dumps(ranking), encoding="utf-8")
-    text = BLOCKS["search-toy-vadd"](tmp_path)
-    assert "| lr 1e-3, kl-weight 4 → 1 over 60% | -0.123 ±0.010 | — |" in text
-    assert "| **base** (failed) | — | — |" in text and "over moons (seed 10)" in text and "`0123456789ab`" in text
+        assert make(tmp_path).startswith("*No numbers here yet: run `"), name
+    assert "`emoe reproduce text --size text-tiny`" in BLOCKS["text-tiny-checks"](tmp_path)
 
 
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("\n<!-- generated:toy-source -->\n", "line 2: .* does not pair up"),
-        ("<!-- /generated:toy-source -->\n", "line 1: .* does not pair up"),
-        ("<!-- generated:toy-source -->\n<!-- /generated:toy-gaps -->\n", "line 1: .* does not pair up"),
-        (block("toy-source", "<!-- generated:toy-gaps -->\n"), "line 1: .* does not pair up"),
-        (block("toy-sauce"), "no block 'toy-sauce'; known: .*toy-source"),
-        (block("toy-validity"), "needs toy-overlap in the same file"),
+        ("\n<!-- generated:toy-exact -->\n", "line 2: .* does not pair up"),
+        ("<!-- /generated:toy-exact -->\n", "line 1: .* does not pair up"),
+        ("<!-- generated:toy-exact -->\n<!-- /generated:summary -->\n", "line 1: .* does not pair up"),
+        (block("toy-exact", "<!-- generated:summary -->\n"), "line 1: .* does not pair up"),
+        (block("toy-exakt"), "no block 'toy-exakt'; known: .*toy-exact"),
     ],
 )
 def test_faulty_markers_are_refused(tmp_path, page, message):
@@ -133,15 +75,20 @@ def test_examples_of_markers_are_left_alone(tmp_path):
 
 
 def test_the_command(folder, capsys):
-    root = folder.parent
+    root, page = folder.parent, folder / "toy.md"
     assert main(["--root", str(root)]) == 2 and "README.md" in capsys.readouterr().err
     (root / "docs" / "deep").mkdir(parents=True)
-    (root / "README.md").write_text(TOY)
-    (root / "docs" / "deep" / "page.md").write_text(block("toy-source"))
+    (root / "README.md").write_text(PAGE)
+    (root / "docs" / "deep" / "page.md").write_text(block("toy-exact"))
+    page.write_text("old")
     assert main(["--root", str(root), "--check"]) == 1
     out = capsys.readouterr().out
-    assert "README.md: toy-gaps is out of date" in out and "page.md: toy-source is out of date" in out
-    assert (root / "README.md").read_text() == TOY
+    assert "README.md: held-out-table is out of date" in out and "page.md: toy-exact is out of date" in out
+    assert (root / "README.md").read_text() == PAGE and page.read_text() == "old"
     assert main(["--root", str(root)]) == 0 and main(["--root", str(root), "--check"]) == 0
-    (root / "README.md").write_text(block("nothing"))
-    assert main(["--root", str(root)]) == 2 and "no block 'nothing'" in capsys.readouterr().err
+    assert page.read_text().startswith("**Validity (%)**")
+    (root / "README.md").write_text(block("study"))
+    assert main(["--root", str(root)]) == 2 and "no block 'study'" in capsys.readouterr().err
+    (root / "research").mkdir()
+    (root / "research" / "tables.py").write_text("BLOCKS = {'study': lambda folder: 'one-off'}")
+    assert main(["--root", str(root)]) == 0 and "one-off" in (root / "README.md").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,15 +22,14 @@ VOID = {"meta", "img", "br"}
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text of the page."""
+    """Tags with their attributes; every one is closed."""
 
     def __init__(self, path: Path):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.words: list[str] = []
         self.feed(path.read_text(encoding="utf-8"))
-        assert self.open == [], "every tag is closed"
+        assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -38,9 +37,6 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
 
 
 @pytest.fixture
@@ -58,18 +54,9 @@ def run(tmp_path: Path) -> Path:
 def results(task: str) -> Results:
     versions = dict(commit="c0ffee", device="a GPU", torch="2", python="3")
     info = RunInfo(command=f"emoe {EVIL}", date="2025-01-01T00:00:00Z", wall_s=1, **versions)
+    same = dict(task=task, data="8-modes", seed=0, n=9)
     rows = [
-        Row(
-            task=task,
-            data="8-modes",
-            method=method,
-            recipe=f"{task}-{method}",
-            seed=0,
-            nfe=nfe,
-            metric=metric,
-            value=value,
-            n=9,
-        )
+        Row(**same, method=method, recipe=f"{task}-{method}", nfe=nfe, metric=metric, value=value)
         for method, value in (("emoe", 90.0), ("mine", 95.0))
         for metric in ("validity", "overlap")
         for nfe in (1, 2)
@@ -85,7 +72,7 @@ def test_the_page_needs_nothing_else_and_all_text_is_escaped(task, run, tmp_path
     write_page(path, EVIL, results(task), pictures={picture: EVIL}, runs=[run])
     assert [entry.name for entry in path.parent.iterdir()] == ["page.html"]
     text, page = path.read_text(), Page(path)
-    assert "<script" not in text and text.count("&lt;script&gt;") >= 6 and EVIL in "".join(page.words)
+    assert "<script" not in text and text.count("&lt;script&gt;") >= 6 and EVIL in unescape(text)
     assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object"}
     assert all("href" not in attrs and (attrs.get("src") or "data:").startswith("data:") for _, attrs in page.tags)
     policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs)
@@ -93,25 +80,14 @@ def test_the_page_needs_nothing_else_and_all_text_is_escaped(task, run, tmp_path
     images = [str(attrs["src"]).partition(",") for tag, attrs in page.tags if tag == "img"]
     assert len(images) == 3 and {head for head, *_ in images} == {"data:image/png;base64"}  # NFE, picture, training
     assert PNG in [base64.b64decode(data) for *_, data in images]
-    words = " ".join(page.words)
-    assert "Validity (%), 8-modes" in words and "c0ffee" in words and "a GPU; torch 2, Python 3" in words
-    assert ("Why" in words or "factorised step draws each of them alone" in words) == (task == "toy")
+    assert "Validity (%), 8-modes" in text and "c0ffee" in text and "a GPU; torch 2, Python 3" in text
+    assert ("factorised step draws each of them alone" in text) == (task == "toy")
     assert text.count('<td class="best"><b>95.0</b></td>') == 4 and 'style="background:#123abc"' in text
     assert "prefers-color-scheme: dark" in text
 
 
-def test_without_matplotlib_the_page_says_so(run, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    write_page(tmp_path / "page.html", "T", results("toy"), runs=[run])
-    text = (tmp_path / "page.html").read_text()
-    assert text.count("Curves are left out: matplotlib is not installed.") == 2 and "<img" not in text
-
-
 def test_the_command_takes_a_results_file_or_a_run(run, tmp_path, capsys):
     assert main(["report", str(run)]) == 0 and capsys.readouterr().out == f"{run / 'eval.html'}\n"
-    assert "Training loss" not in (run / "eval.html").read_text()  # it is in the picture
     assert sum(tag == "img" for tag, _ in Page(run / "eval.html").tags) == 2
     results("toy").save(tmp_path / "toy.json")
     assert main(["report", str(tmp_path / "toy.json"), "--run", str(tmp_path / "none")]) == 2

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
-from emoe.reporting.paper import paper_value
-from emoe.reporting.results import Row, SeedMean, mean_over_seeds
+from emoe.reporting.paper import paper_numbers
+from emoe.reporting.results import Results, Row, SeedMean, mean_over_seeds, select
 
 DASH, NBSP, MINUS = "—", "\N{NO-BREAK SPACE}", "\N{MINUS SIGN}"  # a mean and its error stay on one line
 
@@ -26,7 +26,7 @@ class Measure(NamedTuple):
 
 @functools.cache
 def names(table: str) -> dict[str, Any]:
-    """A table of `names.toml`: data, metrics, figures or notes."""
+    """A table of `names.toml`: data, metrics, notes or pages."""
     text = resources.files("emoe.reporting").joinpath("names.toml").read_text(encoding="utf-8")
     return dict(tomllib.loads(text)[table])
 
@@ -41,10 +41,10 @@ def data_name(data: str) -> str:
     return str(names("data").get(data, data))
 
 
-def data_order(data: Iterable[str]) -> list[str]:
-    """Data sets, the known ones first."""
-    order = list(names("data"))
-    return sorted(set(data), key=lambda name: (order.index(name) if name in order else len(order), name))
+def data_of(results: Results) -> list[str]:
+    """The data sets that models were measured on, the known ones first."""
+    measured = {row.data for row in results.models.rows}
+    return sorted(measured, key=lambda data: ([*names("data"), data].index(data), data))
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,18 @@ class Line:
     rows: Sequence[Row] = ()
     method: str = ""
     reference: bool = False  # no model: never marked as the best
-    paper: tuple[str, str] | None = None  # task and data set whose numbers of the paper compare with this line
+    paper: str = ""  # data set whose numbers of the paper compare with this line
     variant: str | None = None  # of sampling, by its name among the paper's numbers
+    nfe: int | None = None  # of the paper's numbers
 
-    @property
-    def label(self) -> str:
-        """The first label."""
-        return self.labels[0]
-
-    def where(self, **fields: object) -> Line:
+    def where(self, **fields: Any) -> Line:
         """The same line with some of its rows."""
-        same = [row for row in self.rows if all(getattr(row, name) == value for name, value in fields.items())]
-        return dataclasses.replace(self, rows=same)
+        nfe = fields.get("nfe", self.nfe)
+        return dataclasses.replace(self, rows=select(self.rows, **fields), nfe=nfe)
 
-    def reported(self, metric: str, nfe: int | None = None) -> float | None:
+    def reported(self, metric: str) -> float | None:
         """The paper's number beside this line."""
-        return self.paper and paper_value(*self.paper, self.method, metric, nfe, variant=self.variant)
+        return paper_numbers().get((self.paper, self.method, metric, self.nfe, self.variant))
 
 
 def write(mean: SeedMean | None, form: str, *, unit: str = "", plain: bool = False) -> str:
@@ -85,7 +81,7 @@ def write(mean: SeedMean | None, form: str, *, unit: str = "", plain: bool = Fal
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a cell: the rows that it is the mean over seeds of, and its form."""
+    """A cell of one number: the rows that it is the mean over seeds of, and its form."""
 
     metric: str = ""  # default: the one metric of the line
     where: dict[str, Any] = field(default_factory=dict)  # further fields of the rows
@@ -98,18 +94,16 @@ class Number:
     spread: str = ""  # the metric that is printed as the error
     plain: bool = False  # only signs and spaces of a keyboard
 
-    def at(self, **where: object) -> Number:
-        """The same of rows with these fields."""
-        return dataclasses.replace(self, where={**self.where, **where})
-
     def mean(self, line: Line) -> SeedMean | None:
         """The mean over the seeds of a line."""
         wanted = self.where | ({"metric": self.metric} if self.metric else {})
-        mean = mean_over_seeds(line.where(**wanted).rows, measured=self.measured)
+        mean = mean_over_seeds(select(line.rows, **wanted), measured=self.measured)
         if mean is None:
             return None
-        spread = mean_over_seeds(line.where(**wanted | {"metric": self.spread}).rows)
-        error = spread and spread.mean if self.spread else mean.stderr if self.error else None
+        error = mean.stderr if self.error else None
+        if self.spread:
+            spread = mean_over_seeds(select(line.rows, **wanted | {"metric": self.spread}))
+            error = spread and spread.mean
         return SeedMean(mean.mean / self.per, error and error / self.per)
 
     def __call__(self, line: Line) -> str:
@@ -126,39 +120,31 @@ class Stack:
     numbers: Sequence[Number]
     paper: str = ""  # form of the paper's numbers, for as many of ours as it has fields: "{:.1f}, H {:.2f}"
 
-    def at(self, **where: object) -> Stack:
-        """The same of rows with these fields."""
-        return dataclasses.replace(self, numbers=[number.at(**where) for number in self.numbers])
-
     def __call__(self, line: Line) -> str:
         """The text of the cell of a line."""
         texts = [number(line) for number in self.numbers]
         if len(texts) > 1 and texts[0] == DASH:
             return DASH
         shown = self.numbers[: self.paper.count("{")]
-        values = [line.reported(number.metric, number.where.get("nfe")) for number in shown]
-        if shown and None not in values:
-            scaled = (value / number.per for value, number in zip(values, shown, strict=True) if value is not None)
-            texts.append(f"*({self.paper.format(*scaled)})*")
+        values = [value / number.per for number in shown if (value := line.reported(number.metric)) is not None]
+        if shown and len(values) == len(shown):
+            texts.append(f"*({self.paper.format(*values)})*")
         return "\n".join(texts)
 
 
-@dataclass(frozen=True)
-class Reported:
-    """The paper's number in a cell of its own."""
-
-    metric: str
-    form: str
-
-    def __call__(self, line: Line) -> str:
-        """The text of the cell of a line."""
-        value = line.reported(self.metric)
-        return DASH if value is None else f"*{value:{self.form}}*"
+Cell = Callable[[Line], str]  # writes the cell of a line
+Column = tuple[str, Cell]  # with its heading
 
 
-Column = tuple[str, Callable[[Line], str]]  # a heading, and how cells are written
+def reported(metric: str, form: str) -> Cell:
+    """A cell of the paper's number alone."""
+    return lambda line: DASH if (value := line.reported(metric)) is None else f"*{value:{form}}*"
 
 
-def over(name: str, heading: str, values: Iterable[object], cell: Number | Stack) -> list[Column]:
+def over(name: str, heading: str, values: Iterable[object], cell: Cell) -> list[Column]:
     """A column for each value of a field of rows."""
-    return [(heading.format(value), cell.at(**{name: value})) for value in values]
+
+    def at(value: object, line: Line) -> str:
+        return cell(line.where(**{name: value}))
+
+    return [(heading.format(value), functools.partial(at, value)) for value in values]

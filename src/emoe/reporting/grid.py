@@ -4,52 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emoe.reporting.cells import Line, Number, Stack, data_name, data_order, measure, over
-from emoe.reporting.paper import comparable, paper_rows
+from emoe.reporting.cells import Line, Number, Stack, data_name, data_of, measure, over
+from emoe.reporting.paper import comparable, paper_methods
 from emoe.reporting.recipes import main_recipe
-from emoe.reporting.results import REFERENCES, Results, Row, method_rank
-from emoe.reporting.table import Table, TableSpec, build, comma, repeat, span
+from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
+from emoe.reporting.table import Table, build, comma, repeat, span, steps_of
 
 
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
     """Means over seeds of a metric by method and NFE, a table for each data set."""
-    part = results.only(task=task, metric=metric)
-    return build(*(_metric_table(part.only(data=data)) for data in data_order(row.data for row in part.models.rows)))
-
-
-def _metric_table(part: Results) -> TableSpec:
-    lines, models = metric_lines(part), part.models.rows
-    metric, data, named = models[0].metric, data_name(models[0].data), len(lines[0].labels) - 1
-    steps = sorted({row.nfe for row in models}, key=lambda nfe: nfe or 0)
-    form = f".{measure(metric).digits}f"
-    columns = over("nfe", "NFE {}", steps, Stack([Number(metric, form=form)], f"{{:{form}}}"))
-    columns[:1] = [(data if steps[0] is None else columns[0][0], columns[0][1])]
-    corner = ["Method" if steps[0] is None else data, *["Convention"] * named]
-    return TableSpec(corner, lines, columns, align="ll"[: 1 + named], better=measure(metric).better)
+    part, tables = results.only(task=task, metric=metric), []
+    cell = Stack([Number(metric)], f"{{:.{measure(metric).digits}f}}")
+    for data in data_of(part):
+        own = part.only(data=data)
+        lines, steps = metric_lines(own), steps_of([Line((), own.models.rows)])
+        corner = [data_name(data), "Convention"][: len(lines[0].labels)]
+        tables += build(corner, lines, over("nfe", "NFE {}", steps, cell), better=measure(metric).better)
+    return tables
 
 
 def metric_lines(part: Results) -> list[Line]:
-    """A line for every method that has rows of a metric on a data set, or that the paper reports.
+    """A line for every method that has rows of a metric on a data set, models among them, or that the paper reports.
 
     Where rows name a convention, each convention has its own line and so has the paper, which names none.
     """
     models = part.models.rows
+    metric, data, steps = models[0].metric, models[0].data, {row.nfe for row in models}
     named = any(row.convention is not None for row in models)
-    steps = {row.nfe for row in models}
-    lines = []
-    methods = {row.method for row in part.rows} | {row["method"] for row in paper_rows() if models}
+    methods, lines = paper_methods() | {row.method for row in part.rows}, []
     for method in sorted(methods, key=lambda method: (method_rank(method), method)):
         rows, label = part.select(method=method), part.label(method)
-        beside = comparable(rows or models, models[0].data) if models else None
+        paper = data * (comparable(rows or models) == data)
         for convention in sorted({row.convention or "" for row in rows}):
-            own = main_recipe([row for row in rows if (row.convention or "") == convention])
+            own = main_recipe(select(rows, convention=convention or None))
             if method in REFERENCES:  # the same for any NFE if it was measured without
-                own += repeat([row for row in own if row.nfe is None], steps - {row.nfe for row in own})
+                own += repeat(select(own, nfe=None), steps - {row.nfe for row in own})
             labels = (label, convention)[: 1 + named]
-            lines.append(Line(labels, own, method, method in REFERENCES, None if named else beside))
-        paper = Line((label, "paper")[: 1 + named], (), method, paper=beside)
-        reported = any(paper.reported(models[0].metric, nfe) is not None for nfe in steps)
-        lines += [paper] * (reported and (named or not rows))
+            lines.append(Line(labels, own, method, method in REFERENCES, "" if named else paper))
+        alone = Line((label, "paper")[: 1 + named], (), method, paper=paper)
+        if (named or not rows) and any(alone.where(nfe=nfe).reported(metric) is not None for nfe in steps):
+            lines.append(alone)
     return lines
 
 
@@ -62,7 +56,7 @@ def main_rows(results: Results, **filters: object) -> list[Row]:
     """The rows of main recipes, references included."""
     rows = results.select(**filters)
     groups = sorted({(row.method, row.data) for row in rows})
-    return [row for key in groups for row in main_recipe([row for row in rows if (row.method, row.data) == key])]
+    return [row for method, data in groups for row in main_recipe(select(rows, method=method, data=data))]
 
 
 def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
@@ -77,10 +71,7 @@ def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
 
 
 def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
-    """Numbers of seeds and samples: `3 seeds (0, 1, 2)` and `3,000 samples each`.
-
-    Where cells differ it is `1 to 3 seeds`: a table must not claim more seeds than its poorest cell has.
-    """
+    """`3 seeds (0, 1, 2)` and `3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
     models = [row for row in rows if row.method not in REFERENCES] or rows
     cells: dict[tuple[str, str, int | None], set[int]] = {}
     for row in models:

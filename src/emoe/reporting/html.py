@@ -10,27 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
+from emoe.figures.base import png
+from emoe.figures.curves import Curve, Panel, draw, read_curve
 from emoe.files import replace_file
-from emoe.reporting import images, latent, likelihood, steps, text, ties, toy
-from emoe.reporting.cells import data_name, data_order, measure, names
+from emoe.reporting import images, text, ties, toy
+from emoe.reporting.cells import data_name, data_of, measure, names
 from emoe.reporting.grid import metric_tables, sampled
 from emoe.reporting.render import html_table, inline
 from emoe.reporting.results import Results, ResultsError
-from emoe.reporting.table import Table, build, comma, printed, span
-
-if TYPE_CHECKING:
-    from emoe.figures.curves import Panel
+from emoe.reporting.table import Table, comma, printed, span
 
 TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {
     "mnist": (images.bpd_tables, images.nfe_tables),
     "digits": (images.bpd_tables, images.nfe_tables),
     "text": (text.all_tables,),
     "ties": (ties.scaling_tables, ties.health_tables),
-    "estimators": (latent.estimator_tables,),
-    "likelihood": (likelihood.two_bits,),
-    "benchmark": (steps.toy_steps, steps.step_variants, steps.mnist_steps, steps.text_steps),
 }
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
 TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (nats per token)"}
@@ -39,34 +34,23 @@ TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (n
 def write_page(
     path: Path, title: str, results: Results, *, pictures: Mapping[Path, str] | None = None, runs: Sequence[Path] = ()
 ) -> None:
-    """Write the page; a browser opens it without a network and without scripts.
-
-    Args:
-        path: Where it goes.
-        title: Its heading.
-        results: The numbers.
-        pictures: Captions of pictures by file.
-        runs: Run folders, whose training curves are shown.
-    """
+    """Write the page, with pictures (file -> caption) and training curves of run folders; it loads nothing else."""
     page = Template(resources.files("emoe.reporting").joinpath("page.html").read_text(encoding="utf-8"))
     tasks = list(dict.fromkeys(row.task for row in results.rows))
-    before, after = (
-        "".join(_prose(names("pages").get(task, {}).get(part, ())) for task in tasks) for part in ("before", "after")
-    )
     sections = {
-        "": before,
+        "": "".join(_prose(task, "before") for task in tasks),
         "Results": "".join(_results(results.only(task=task), task) for task in tasks),
         "Pictures": "".join(_picture(file.read_bytes(), caption) for file, caption in (pictures or {}).items()),
-        "Training": _figure(lambda: _training(results, runs), "training"),
-        "How to read the numbers": after,
+        "Training": _figure(_training(results, runs), "training"),
+        "How to read the numbers": "".join(_prose(task, "after") for task in tasks),
         "Where the numbers come from": _card(html_table(_provenance(results), words=True)),
     }
     body = "".join(f"<h2>{name}</h2>\n" * bool(name) + section for name, section in sections.items() if section)
     replace_file(path, page.substitute(title=html.escape(title), body=body))
 
 
-def _prose(paragraphs: Iterable[str]) -> str:
-    return "".join(f"<p>{inline(paragraph)}</p>\n" for paragraph in paragraphs)
+def _prose(task: str, part: str) -> str:
+    return "".join(f"<p>{inline(paragraph)}</p>\n" for paragraph in names("pages").get(task, {}).get(part, ()))
 
 
 def _card(body: str, title: str = "", note: str = "") -> str:
@@ -87,20 +71,20 @@ def _results(part: Results, task: str) -> str:
     tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
     colours = [[part.colour(method) if method else "" for method in table.methods] for table in tables]
     cards = (_card(html_table(table, own), table.title, table.note) for table, own in zip(tables, colours, strict=True))
-    return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(lambda: map(_panel, tables, colours), task)
+    return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(map(_panel, tables, colours), task)
 
 
 def _over_nfe(part: Results) -> list[Table]:
     """All known metrics of samples over NFE, by data set."""
     tables = []
-    for data in data_order(row.data for row in part.models.rows):
+    for data in data_of(part):
         own = sampled(part).only(data=data)
         measured = {row.metric for row in own.models.rows if row.nfe is not None}
         for metric in [metric for metric in names("metrics") if metric in measured]:
             try:
                 over_nfe = metric_tables(own, own.rows[0].task, metric)
             except ResultsError:  # several recipes of one method
-                over_nfe = build(images.nfe_table(own, metric))
+                over_nfe = images.nfe_table(own, metric)
             title = f"{measure(metric).label}, {data_name(data)}"
             tables += [dataclasses.replace(table, title=title) for table in over_nfe]
     return tables
@@ -108,8 +92,6 @@ def _over_nfe(part: Results) -> list[Table]:
 
 def _panel(table: Table, colours: Sequence[str]) -> Panel:
     """A table over NFE as curves, those of references dashed; nothing of cells with several numbers."""
-    from emoe.figures.curves import Curve, Panel
-
     single = not any("\n" in cell.partition("\n*(")[0] for row in table.rows for cell in row)
     steps = {column: int(name[4:]) for column, name in enumerate(table.header) if single and name.startswith("NFE ")}
     curves = {}
@@ -121,11 +103,8 @@ def _panel(table: Table, colours: Sequence[str]) -> Panel:
     return Panel(table.title.strip("*"), curves)
 
 
-def _training(results: Results, runs: Sequence[Path]) -> list[Panel]:
+def _training(results: Results, runs: Sequence[Path]) -> Iterable[Panel]:
     """The loss of runs in the course of training, and the KL of those with a latent."""
-    from emoe.figures.curves import Curve, Panel, read_curve
-
-    panels = []
     for key, title in TRAINING.items():
         curves = {}
         for run in runs:
@@ -135,18 +114,14 @@ def _training(results: Results, runs: Sequence[Path]) -> list[Panel]:
             label = f"{experiment['name']}, seed {experiment['seed']}" if label in curves else label
             if any(value for _, value in points):
                 curves[label] = Curve(points, colour=results.colour(kind))
-        panels.append(Panel(title, curves, xlabel="training step", log_x=False))
-    return panels
+        yield Panel(title, curves, xlabel="training step", log_x=False)
 
 
-def _figure(panels: Callable[[], Iterable[Panel]], name: str) -> str:
+def _figure(panels: Iterable[Panel], name: str) -> str:
     """Panels as one picture, two in a row; without matplotlib a sentence in its place."""
+    shown = [panel for panel in panels if panel.curves]
+    rows = [shown[start : start + 2] for start in range(0, len(shown), 2)]
     try:
-        from emoe.figures.base import png
-        from emoe.figures.curves import draw
-
-        shown = [panel for panel in panels() if panel.curves]
-        rows = [shown[start : start + 2] for start in range(0, len(shown), 2)]
         return _picture(png(draw(rows, width=5.0)), f"Curves: {name}") if rows else ""
     except ImportError:
         return _card('<p class="note">Curves are left out: matplotlib is not installed.</p>')

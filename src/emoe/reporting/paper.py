@@ -11,43 +11,36 @@ from typing import Any
 from emoe.reporting.recipes import parse
 from emoe.reporting.results import Row
 
-# Task of our rows -> task of the paper, recipes that its numbers may stand beside, and fields that these may change.
+# Task of rows -> data set of the paper ("": the same), recipes that its numbers compare with, fields that may differ.
 COMPARABLE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "toy": ("toy", ("toy-",), ()),
-    "mnist": ("mnist", ("mnist-",), ()),
+    "toy": ("", ("toy-",), ()),
+    "mnist": ("binarized-mnist", ("mnist-",), ()),
     "text": ("lm1b", ("news-small-", "lm1b-"), ("train.", "optim.")),
 }
 
 
 @functools.cache
-def paper_rows() -> tuple[dict[str, Any], ...]:
-    """All rows of `paper.json`: table, task, data, method, metric, nfe, variant, value, std."""
-    text = resources.files("emoe.reporting").joinpath("paper.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text)["rows"])
+def paper_numbers() -> dict[tuple[Any, ...], float]:
+    """The numbers of `paper.json` by data, method, metric, NFE and variant.
 
-
-@functools.cache
-def _index() -> dict[tuple[Any, ...], float]:
-    names = ("task", "data", "method", "metric", "nfe", "variant")
-    return {tuple(row[name] for name in names): row["value"] for row in paper_rows()}
-
-
-def paper_value(
-    task: str, data: str, method: str, metric: str, nfe: int | None, *, variant: str | None = None
-) -> float | None:
-    """The paper's number, or None where it gives none.
-
-    `nfe` is None for metrics that do not depend on it. `variant` is None for the main comparison; `greedy` and
+    The NFE is None for metrics that do not depend on it. The variant is None for the main comparison; `greedy` and
     `route_tau=1` for the collapse ablation of E-MoE, `official` for perplexities that the paper quotes from elsewhere.
     """
-    return _index().get((task, data, method, metric, nfe, variant))
+    text = resources.files("emoe.reporting").joinpath("paper.json").read_text(encoding="utf-8")
+    key = ("data", "method", "metric", "nfe", "variant")
+    return {tuple(row[name] for name in key): row["value"] for row in json.loads(text)["rows"]}
 
 
-def comparable(rows: Iterable[Row], data: str) -> tuple[str, str] | None:
-    """Task and data set of the paper, if its numbers compare with the recipe of one of the rows."""
-    for task, recipe in {(row.task, row.recipe) for row in rows}:
-        paper, names, fields = COMPARABLE.get(task, ("", (), ()))
+def paper_methods() -> set[str]:
+    """The methods of the paper, under our names."""
+    return {key[1] for key in paper_numbers()}
+
+
+def comparable(rows: Iterable[Row]) -> str:
+    """The paper's data set, if its numbers compare with the recipe of one of the rows."""
+    for task, recipe, own in {(row.task, row.recipe, row.data) for row in rows}:
+        data, names, fields = COMPARABLE.get(task, ("", (), ()))
         name, changes = parse(recipe)
         if name.startswith(names) and all(field.startswith(fields) for field in changes):
-            return paper, data
-    return None
+            return data or own
+    return ""

@@ -12,16 +12,16 @@ from pathlib import Path
 GIT_SECONDS = 5  # a slow disk must not hold up an evaluation
 
 
-def describe_machine(device: object = None) -> dict[str, str]:
-    """The fields of `RunInfo` that describe where code runs; `device` is the one in use, by default a GPU if any."""
-    kind, name, version = str(device or ""), "", "none"
+def describe_machine(device: object) -> dict[str, str]:
+    """The fields of `RunInfo` that describe where code runs, on the device in use."""
+    kind, name, version = str(device), "", "none"
     try:
         import torch
 
         version = torch.__version__
-        if kind.startswith("cuda") or (not kind and torch.cuda.is_available()):
-            name = torch.cuda.get_device_name(kind or None)
-        elif kind.startswith("mps") or (not kind and torch.backends.mps.is_available()):
+        if kind.startswith("cuda"):
+            name = torch.cuda.get_device_name(kind)
+        elif kind.startswith("mps"):
             name = f"{platform.processor() or 'Apple'} GPU (mps)"
     except ImportError:
         pass  # results can be read, merged and printed without torch

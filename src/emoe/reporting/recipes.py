@@ -21,7 +21,7 @@ class Recipe(NamedTuple):
 def parse(recipe: str | None) -> Recipe:
     """The parts of a name; values may hold spaces."""
     name, *changes = re.split(r"\s+(?=[\w.-]+=)", str(recipe))
-    return Recipe(name, {field: value for field, _, value in (change.partition("=") for change in changes)})
+    return Recipe(name, dict(change.split("=", 1) for change in changes))
 
 
 def as_typed(changes: Mapping[str, str]) -> str:
@@ -48,7 +48,7 @@ def common_changes(rows: Iterable[Row]) -> dict[str, str]:
 def reference_name(changes: Mapping[str, str]) -> str:
     """The recipe of real data beside models with these changes; changes of the data are part of it."""
     data = {field: value for field, value in changes.items() if field.startswith("domain.")}
-    return " ".join(filter(None, ("reference", as_typed(data))))
+    return f"reference {as_typed(data)}".strip()
 
 
 def main_recipe(rows: list[Row]) -> list[Row]:
@@ -62,9 +62,8 @@ def main_recipe(rows: list[Row]) -> list[Row]:
         return rows
     task, method = rows[0].task, rows[0].method
     names = [name for name in recipes if name.startswith(f"{task}-")] or recipes
-    plain = [name for name in names if parse(name).name.endswith(f"-{method}")]
-    fewest = min((len(parse(name).changes) for name in plain), default=0)
-    plain = [name for name in plain if len(parse(name).changes) == fewest]
+    own = sorted((len(parse(name).changes), name) for name in names if parse(name).name.endswith(f"-{method}"))
+    plain = [name for changes, name in own if changes == own[0][0]]
     if method in REFERENCES:  # the same beside every recipe it was measured with
         plain = names[:1]
     if len(plain) != 1:

@@ -24,8 +24,6 @@ def markdown_table(table: Table) -> str:
     """The cells of a table in Markdown; `|` and line ends inside them are made harmless."""
 
     def line(cells: Sequence[str]) -> str:
-        if len(cells) != len(table.header):
-            raise ValueError(f"a row of {len(cells)} cells under {len(table.header)} columns: {cells}")
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
 
     letters = table.align.ljust(len(table.header), "r")
@@ -58,12 +56,10 @@ def html_table(table: Table, colours: Sequence[str] = (), *, words: bool = False
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
-        kinds = ["reference"] * (number in table.references)
-        kinds += ["first-reference"] * (number in table.references and number - 1 not in table.references)
         colour = colours[number] if colours else ""
         key = f'<i class="key" style="background:{colour}"></i>' * bool(colour)
-        cells = [_html_cell(cell, key * (place == 0)) for place, cell in enumerate(row)]
-        lines.append(f'<tr class="{" ".join(kinds)}">{"".join(cells)}</tr>')
+        cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
+        lines.append(f'<tr class="{"reference" * (number in table.references)}">{"".join(cells)}</tr>')
     kind, body = "words" if words else "numbers", "\n".join(lines)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'

@@ -1,7 +1,7 @@
 """Results as small JSON files: rows of numbers, each with the run (command, commit, machine) behind it.
 
 `results/<task>.json` holds `{"runs": {id: run}, "rows": [row, ...]}` and, optionally, `"methods": {name: {"label",
-"colour"}}`. Separate runs merge into one file. Everything that prints a number reads these files and nothing else.
+"colour"}}`. Everything that prints a number reads these files and nothing else.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import hashlib
 import json
 import math
 import re
+import statistics
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from emoe.figures.base import CYCLE
 from emoe.files import locked, replace_file
 
 T = TypeVar("T")
@@ -34,9 +37,17 @@ class ResultsError(ValueError):
     exit_code = 3
 
 
+class _Record:
+    """A dataclass of JSON values, whose types and forms are checked."""
+
+    def __post_init__(self) -> None:
+        if faults := _faults(type(self), vars(self)):
+            raise ResultsError("\n".join(type(self).__name__ + fault for fault in faults))
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """The command and machine behind rows. `RunInfo(command=..., wall_s=..., **describe_machine())` fills it in."""
+class RunInfo(_Record):
+    """The command and machine behind rows: `RunInfo(command=..., wall_s=..., **describe_machine(device))`."""
 
     command: str
     commit: str
@@ -45,15 +56,6 @@ class RunInfo:
     python: str
     date: str  # ISO 8601 with a time zone
     wall_s: float | int
-
-    def __post_init__(self) -> None:
-        _check(self, "run")
-        try:
-            zone = self.when.tzinfo
-        except ValueError:
-            zone = None
-        if zone is None:
-            raise ResultsError(f"run.date: expected an ISO date and time with a zone, got {self.date!r}")
 
     @property
     def when(self) -> datetime:
@@ -68,7 +70,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(_Record):
     """One number. `recipe`, `seed` and `nfe` are None where they mean nothing, as for real data."""
 
     run: str = ""  # filled in by `Results.add`
@@ -84,28 +86,52 @@ class Row:
     stderr: float | int | None = None
     n: int | None = None
 
-    def __post_init__(self) -> None:
-        _check(self, "row")
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """What a newer row must agree in to replace this one."""
-        return tuple(getattr(self, name) for name in IDENTITY)
+    identity = property(attrgetter(*IDENTITY))  # what a newer row must agree in to replace this one
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodStyle:
+class MethodStyle(_Record):
     """How a method is shown: one label and one colour in every table and figure."""
 
     label: str
     colour: str  # #rrggbb
 
-    def __post_init__(self) -> None:
-        _check(self, "method")
-        if not self.label.strip():
-            raise ResultsError("method.label: must not be empty")
-        if not re.fullmatch(r"#[0-9a-fA-F]{6}", self.colour):
-            raise ResultsError(f"method.colour: expected #rrggbb, got {self.colour!r}")
+
+def _is_moment(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+# Texts with a form: how it is called, and its test.
+_TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "date": ("an ISO date and time with a zone", _is_moment),
+    "label": ("text that is not empty", str.strip),
+    "colour": ("#rrggbb", re.compile(r"#[0-9a-fA-F]{6}").fullmatch),
+}
+_KINDS = {str: "text", float | int: "a number", float | int | None: "a number or null"}
+_KINDS |= {str | None: "text or null", int | None: "a whole number or null"}
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _faults(record: type, data: Any) -> list[str]:
+    """Names, types, finiteness and forms of the values of a record; `.key: problem` for each fault."""
+    if not isinstance(data, dict):
+        return [f": expected an object, got {data!r}"]
+    faults = [f".{key}: unknown key" for key in data if key not in _hints(record)]
+    for key, kind in _hints(record).items():
+        value = data.get(key)
+        form, fits = _TEXTS.get(key, ("", None))
+        if key not in data:
+            faults.append(f".{key}: missing")
+        elif isinstance(value, bool) or not isinstance(value, kind):
+            faults.append(f".{key}: expected {_KINDS[kind]}, got {value!r}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            faults.append(f".{key}: must be finite, got {value}")
+        elif fits and not fits(value):
+            faults.append(f".{key}: expected {form}, got {value!r}")
+    return faults
 
 
 @functools.cache
@@ -126,56 +152,27 @@ def methods_of(rows: Iterable[Row]) -> list[str]:
     return sorted({row.method for row in rows}, key=lambda method: (method_rank(method), method))
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def select(rows: Iterable[Row], **filters: Any) -> list[Row]:
+    """Rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""
+    if unknown := set(filters) - set(_hints(Row)):
+        raise ResultsError(f"no such field of a row: {', '.join(sorted(unknown))}")
+    wanted = {key: value if isinstance(value, list | tuple | set) else (value,) for key, value in filters.items()}
+    return [row for row in rows if all(getattr(row, key) in values for key, values in wanted.items())]
 
 
-def _faults(cls: type, data: Mapping[str, Any]) -> list[str]:
-    """Check names, types and finiteness of the values of a dataclass; `key: problem` for each fault."""
-    hints = _hints(cls)
-    faults = [f"{key}: unknown key" for key in data if key not in hints]
-    faults += [f"{key}: missing" for key in hints if key not in data]
-    for key, hint in hints.items():
-        kinds = typing.get_args(hint) or (hint,)
-        value = data.get(key)
-        if key not in data or (value is None and type(None) in kinds):
-            continue
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            names = [{int: "a whole number", float: "a number", str: "text"}.get(kind, "null") for kind in kinds]
-            faults.append(f"{key}: expected {' or '.join(dict.fromkeys(names))}, got {value!r}")
-        elif isinstance(value, float) and not math.isfinite(value):
-            faults.append(f"{key}: must be finite, got {value}")
-    return faults
-
-
-def _check(record: object, name: str) -> None:
-    faults = _faults(type(record), vars(record))
-    if faults:
-        raise ResultsError("\n".join(f"{name}.{fault}" for fault in faults))
-
-
-def _build(cls: type[T], data: Any, where: str, faults: list[str]) -> T | None:
-    """Make a record from JSON; if that fails, append the reasons to `faults`."""
-    problems = _faults(cls, data) if isinstance(data, dict) else [f"expected an object, got {data!r}"]
-    if not problems:
-        try:
-            return cls(**data)
-        except ResultsError as error:
-            problems = [line.partition(".")[2] for line in str(error).splitlines()]
-    faults.extend(f"{where}.{problem}" for problem in problems)
-    return None
+def _read(record: type[T], part: str, entries: Iterable[tuple[Any, Any]], faults: list[str]) -> dict[Any, T]:
+    """Make records from JSON; the faults of those that cannot be made are appended."""
+    records = {}
+    for key, data in entries:
+        if problems := _faults(record, data):
+            faults += [f"{part}[{key!r}]{problem}" for problem in problems]
+        else:
+            records[key] = record(**data)
+    return records
 
 
 def _json(record: Any) -> str:
     return json.dumps(dataclasses.asdict(record), ensure_ascii=False, allow_nan=False)
-
-
-class SeedMean(NamedTuple):
-    """Mean over seeds and its standard error, None for a single seed."""
-
-    mean: float
-    stderr: float | None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -186,23 +183,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
+@dataclass
 class Results:
-    """The runs, rows and method styles of a task. `add` and `merge` change the object and return it."""
+    """The rows of a task in the order of the file, their runs, and method styles; `add` and `merge` change it."""
 
-    def __init__(self) -> None:
-        self.runs: dict[str, RunInfo] = {}
-        self.methods: dict[str, MethodStyle] = {}
-        self._rows: dict[tuple[Any, ...], Row] = {}
-        self._sorted: list[Row] | None = None  # tables ask many times
-
-    @property
-    def rows(self) -> list[Row]:
-        """All rows in the order in which they are saved."""
-        if self._sorted is None:
-            # None sorts before any value, and numbers sort as numbers.
-            order = sorted(self._rows, key=lambda identity: [(v is not None, v or 0) for v in identity])
-            self._sorted = [self._rows[identity] for identity in order]
-        return list(self._sorted)
+    rows: list[Row] = field(default_factory=list)
+    runs: dict[str, RunInfo] = field(default_factory=dict)
+    methods: dict[str, MethodStyle] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
@@ -211,42 +198,28 @@ class Results:
             tree = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
         except (json.JSONDecodeError, UnicodeDecodeError, ResultsError) as error:
             raise ResultsError(f"{path}: not valid JSON: {error}") from None
-        if not isinstance(tree, dict) or set(tree) - {"methods"} != {"runs", "rows"}:
-            raise ResultsError(
-                f'{path}: expected an object with "runs", "rows" and perhaps "methods", and no other keys'
-            )
-        methods = tree.get("methods", {})
-        if not (isinstance(tree["runs"], dict) and isinstance(methods, dict) and isinstance(tree["rows"], list)):
-            raise ResultsError(f'{path}: expected "runs" and "methods" to be objects and "rows" to be a list')
+        tree = {"methods": {}} | tree if isinstance(tree, dict) else {}
+        if {key: type(value) for key, value in tree.items()} != {"methods": dict, "runs": dict, "rows": list}:
+            raise ResultsError(f'{path}: expected objects "runs" and perhaps "methods", a list "rows", no other keys')
         faults: list[str] = []
-        results = cls()
-        runs = {name: _build(RunInfo, data, f"{path}: runs[{name!r}]", faults) for name, data in tree["runs"].items()}
-        styles = {
-            name: _build(MethodStyle, data, f"{path}: methods[{name!r}]", faults) for name, data in methods.items()
-        }
-        for index, data in enumerate(tree["rows"]):
-            where = f"{path}: rows[{index}]"
-            row = _build(Row, data, where, faults)
-            if row is None:
-                continue
+        runs = _read(RunInfo, "runs", tree["runs"].items(), faults)
+        styles = _read(MethodStyle, "methods", tree["methods"].items(), faults)
+        rows = _read(Row, "rows", enumerate(tree["rows"]), faults)
+        first: dict[tuple[Any, ...], int] = {}
+        for index, row in rows.items():
             if row.run not in tree["runs"]:
-                faults.append(f"{where}.run: {row.run!r} is not among the runs")
-            if row.identity in results._rows:
-                faults.append(f"{where}: the same {', '.join(IDENTITY)} as an earlier row")
-            results._rows[row.identity] = row
+                faults.append(f"rows[{index}].run: {row.run!r} is not among the runs")
+            if first.setdefault(row.identity, index) != index:
+                faults.append(f"rows[{index}]: the same {', '.join(IDENTITY)} as rows[{first[row.identity]}]")
         if faults:
-            raise ResultsError("\n".join(faults[:20]))
-        results.runs = {name: run for name, run in runs.items() if run}
-        results.methods = {name: style for name, style in styles.items() if style}
-        return results
+            raise ResultsError("\n".join(f"{path}: {fault}" for fault in faults[:20]))
+        return cls(_ordered(rows.values()), runs, styles)
 
     def add(self, run_info: RunInfo, rows: Iterable[Row], methods: Styles | None = None) -> Results:
         """Take in the rows of one run, and labels and colours of methods."""
-        other = Results()
-        other.runs[run_info.id] = run_info
-        other._rows = {row.identity: dataclasses.replace(row, run=run_info.id) for row in rows}
-        other.methods = {name: MethodStyle(**style) for name, style in (methods or {}).items()}
-        return self.merge(other)
+        styles = {name: MethodStyle(**style) for name, style in (methods or {}).items()}
+        own = [dataclasses.replace(row, run=run_info.id) for row in rows]
+        return self.merge(Results(own, {run_info.id: run_info}, styles))
 
     def merge(self, other: Results) -> Results:
         """Take in other results. Of two rows or styles of one identity the one whose run is younger stays."""
@@ -254,13 +227,12 @@ class Results:
         ours, theirs = (max((run.when for run in part.runs.values()), default=None) for part in (self, other))
         newer = ours is None or theirs is None or ours <= theirs
         self.methods = self.methods | other.methods if newer else other.methods | self.methods
-        for identity, row in other._rows.items():
-            present = self._rows.get(identity)
-            if present is None or runs[present.run].when <= runs[row.run].when:
-                self._rows[identity] = row
-        self._sorted = None
-        used = {row.run for row in self._rows.values()}
-        self.runs = {name: runs[name] for name in sorted(used)}
+        rows = {row.identity: row for row in self.rows}
+        for row in other.rows:
+            present = rows.get(row.identity, row)
+            rows[row.identity] = row if runs[present.run].when <= runs[row.run].when else present
+        self.rows = _ordered(rows.values())
+        self.runs = {name: runs[name] for name in sorted({row.run for row in self.rows})}
         return self
 
     def save(self, path: str | Path) -> None:
@@ -274,15 +246,8 @@ class Results:
         replace_file(path, f'{{\n "runs": {{\n{runs}\n }},\n "rows": [\n{rows}\n ]{methods}\n}}\n')
 
     def select(self, **filters: Any) -> list[Row]:
-        """Rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""
-        unknown = set(filters) - {field.name for field in dataclasses.fields(Row)}
-        if unknown:
-            raise ResultsError(f"no such field of a row: {', '.join(sorted(unknown))}")
-        wanted = {k: v if isinstance(v, list | tuple | set | frozenset) else (v,) for k, v in filters.items()}
-        rows = self.rows
-        for key, values in wanted.items():
-            rows = [row for row in rows if getattr(row, key) in values]
-        return rows
+        """Rows that fit all filters (see `select`)."""
+        return select(self.rows, **filters)
 
     def only(self, **filters: Any) -> Results:
         """The part of these results that fits all filters (see `select`)."""
@@ -290,12 +255,9 @@ class Results:
 
     def of(self, rows: Iterable[Row]) -> Results:
         """Results of some of these rows."""
-        part = Results()
-        part._sorted, part.methods = list(rows), self.methods
-        part._rows = {row.identity: row for row in part._sorted}
-        used = {row.run for row in part._sorted}
-        part.runs = {name: run for name, run in self.runs.items() if name in used}
-        return part
+        rows = list(rows)
+        used = {row.run for row in rows}
+        return Results(rows, {name: run for name, run in self.runs.items() if name in used}, self.methods)
 
     @property
     def models(self) -> Results:
@@ -309,56 +271,49 @@ class Results:
 
     def label(self, method: str) -> str:
         """The name of a method in tables and figures."""
-        style = self.methods.get(method) or known_methods().get(method)
-        return style.label if style else method
+        styles = known_methods() | self.methods
+        return styles[method].label if method in styles else method
 
     def colour(self, method: str) -> str:
         """The colour of a method in figures; an unknown method gets one that no known method has."""
-        style = self.methods.get(method) or known_methods().get(method)
-        if style:
-            return style.colour
-        from emoe.figures.base import CYCLE
-
-        free = [colour for colour in CYCLE if colour not in {known.colour for known in known_methods().values()}]
+        styles = known_methods() | self.methods
+        if method in styles:
+            return styles[method].colour
+        free = [colour for colour in CYCLE if colour not in {style.colour for style in known_methods().values()}]
         unknown = sorted({row.method for row in self.rows} - set(known_methods()) | {method})
         return free[unknown.index(method) % len(free)]
 
 
-def mean_over_seeds(rows: Iterable[Row], *, measured: bool = False) -> SeedMean | None:
-    """Mean and standard error of rows that differ in nothing but the seed; None without rows.
+def _ordered(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the order of files: None before any value, and numbers as numbers."""
+    return sorted(rows, key=lambda row: [(value is not None, value) for value in row.identity])
 
-    A single row has no error over seeds; if `measured`, it keeps that of its own measurement.
-    """
+
+class SeedMean(NamedTuple):
+    """Mean over seeds and its standard error, None for a single seed."""
+
+    mean: float
+    stderr: float | None
+
+
+def mean_over_seeds(rows: Iterable[Row], *, measured: bool = False) -> SeedMean | None:
+    """Mean and standard error of rows that differ in the seed alone; `measured`: a single row keeps its own error."""
     rows = list(rows)
     for key in IDENTITY:
         values = sorted({str(getattr(row, key)) for row in rows})
         if key != "seed" and len(values) > 1:
             raise ResultsError(f"a mean over seeds needs one {key}, found {', '.join(values)}")
-    if len(rows) < 2:
-        return SeedMean(float(rows[0].value), rows[0].stderr if measured else None) if rows else None
+    if len(rows) == 1 and measured:
+        return SeedMean(float(rows[0].value), rows[0].stderr)
     return mean_of(float(row.value) for row in rows)
 
 
 def mean_of(values: Iterable[float]) -> SeedMean | None:
     """Mean and standard error of numbers; None without numbers."""
     values = list(values)
-    if not values:
-        return None
-    mean = math.fsum(values) / len(values)
-    spread = math.fsum((value - mean) ** 2 for value in values)
-    stderr = math.sqrt(spread / (len(values) - 1) / len(values)) if len(values) > 1 else None
-    return SeedMean(mean, stderr)
-
-
-def load_once(path: Path) -> Results:
-    """`Results.load` for readers: a file that has not changed since is not read again."""
-    status = path.stat()
-    return _load(path, status.st_mtime_ns, status.st_size)
-
-
-@functools.lru_cache(maxsize=8)
-def _load(path: Path, changed_ns: int, size: int) -> Results:
-    return Results.load(path)
+    if len(values) < 2:
+        return SeedMean(values[0], None) if values else None
+    return SeedMean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def record(path: str | Path, run_info: RunInfo, rows: Iterable[Row], methods: Styles | None = None) -> Results:

@@ -1,4 +1,4 @@
-"""Tables as data: lines of rows, columns that write cells, and the engine that builds a table of them."""
+"""Tables as data: lines of rows, columns that write cells, and what notes below tables say of the rows."""
 
 from __future__ import annotations
 
@@ -28,34 +28,28 @@ class Table:
     methods: Sequence[str] = ()  # of the rows, for their colours
 
 
-@dataclass(frozen=True)
-class TableSpec:
-    """A table as data. `build` writes its cells."""
+def build(
+    corner: Sequence[str], lines: Sequence[Line], columns: Sequence[Column], note: str = "",
+    *, title: str = "", align: str = "", better: str | None = None,
+) -> list[Table]:  # fmt: skip
+    """A table, or none without lines or columns.
 
-    corner: Sequence[str]  # headings of the labels
-    lines: Sequence[Line]
-    columns: Sequence[Column]
-    note: str = ""
-    title: str = ""
-    align: str = "l"
-    better: str | None = None  # "high" or "low": the best model of every column is marked
-
-    def build(self) -> Table:
-        """The table; sentences of the note about italics are left out where no cell shows the paper's number."""
-        rows = [[*line.labels, *(cell(line) for _, cell in self.columns)] for line in self.lines]
-        references = {number for number, line in enumerate(self.lines) if line.reference}
-        mark_best(rows, len(self.corner), self.better, references)
-        italics = any("*" in cell for row in rows for cell in row)
-        note = " ".join(
-            text for text in self.note.splitlines() if text and (italics or not text.startswith("*Italics*"))
-        )
-        header = [*self.corner, *(heading for heading, _ in self.columns)]
-        return Table(header, rows, self.title, note, self.align, references, [line.method for line in self.lines])
+    `corner` and `align` are of the labels. With `better` ("high" or "low") the best model of every column is marked.
+    """
+    if not lines or not columns:
+        return []
+    rows = [[*line.labels, *(cell(line) for _, cell in columns)] for line in lines]
+    references = {number for number, line in enumerate(lines) if line.reference}
+    mark_best(rows, len(corner), better, references)
+    header, methods = [*corner, *(heading for heading, _ in columns)], [line.method for line in lines]
+    return with_note([Table(header, rows, title, "", align or "l" * len(corner), references, methods)], note)
 
 
-def build(*specs: TableSpec) -> list[Table]:
-    """The tables that have lines and columns."""
-    return [spec.build() for spec in specs if spec.lines and spec.columns]
+def with_note(tables: Sequence[Table], note: str) -> list[Table]:
+    """Tables with a note below the last; its sentences about italics only if that shows the paper's numbers."""
+    italics = any("*" in cell for table in tables[-1:] for row in table.rows for cell in row)
+    text = " ".join(line for line in note.splitlines() if line and (italics or not line.startswith("*Italics*")))
+    return [*tables[:-1], *(dataclasses.replace(table, note=text) for table in tables[-1:])]
 
 
 def printed(cell: str) -> float | None:
@@ -65,23 +59,20 @@ def printed(cell: str) -> float | None:
 
 
 def mark_best(rows: list[list[str]], first: int, better: str | None, references: Collection[int] = ()) -> None:
-    """Make the best number of every column from the `first` on bold, where at least two models have one.
-
-    Numbers are compared as they are printed: those that print alike are all marked.
-    """
+    """Make the best printed numbers of every column from the `first` on bold, where at least two models have one."""
     for column in range(first, len(rows[0]) if better else 0):
-        numbers = {number: printed(row[column]) for number, row in enumerate(rows) if number not in references}
-        values = [value for value in numbers.values() if value is not None]
+        cells = {number: printed(row[column]) for number, row in enumerate(rows) if number not in references}
+        values = [value for value in cells.values() if value is not None]
         best = (max if better == "high" else min)(values) if len(values) > 1 else None
-        for number in [number for number, value in numbers.items() if value is not None and value == best]:
-            rows[number][column] = re.sub(r"^\S+", r"**\g<0>**", rows[number][column])
+        for number, value in cells.items():
+            if value is not None and value == best:
+                rows[number][column] = re.sub(r"^\S+", r"**\g<0>**", rows[number][column])
 
 
-def models(results: Results, paper: str = "") -> list[Line]:
-    """A line for each method and recipe, in the order of methods.
+def models(results: Results, **fields: object) -> list[Line]:
+    """A line for each method and recipe that has rows with these fields, in the order of methods.
 
     A label holds what was changed in this recipe but not in all of them, and the recipe's name if it is not usual.
-    `paper` is the paper's data set to compare with.
     """
     rows = results.models.rows
     shared = common_changes(rows)
@@ -92,10 +83,11 @@ def models(results: Results, paper: str = "") -> list[Line]:
         own = as_typed({field: value for field, value in changes.items() if field not in shared})
         usual = name.endswith(f"-{row.method}") and len(families) == 1
         groups.setdefault((row.method, own if usual else f"({name}) {own}".strip()), []).append(row)
-    order = sorted(groups, key=lambda key: (method_rank(key[0]), key))
-    labels = {(method, own): f"{results.label(method)} {own}".strip() for method, own in order}
-    beside = {key: comparable(rows, paper) if paper else None for key, rows in groups.items()}
-    return [Line((labels[key],), groups[key], key[0], paper=beside[key]) for key in order]
+    lines = []
+    for (method, own), rows in sorted(groups.items(), key=lambda item: (method_rank(item[0][0]), item[0])):
+        label = f"{results.label(method)} {own}".strip()
+        lines.append(Line((label,), rows, method, paper=comparable(rows)))
+    return [line for line in lines if line.where(**fields).rows]
 
 
 def steps_of(lines: Iterable[Line], metric: str = "") -> list[int]:
@@ -114,14 +106,10 @@ def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LI
 
     def key(name: str) -> tuple[int, list[int]]:
         kind, _, numbers = name.partition("@")
-        rank = kinds.index(kind) if kind in kinds else len(kinds)
-        return rank, [int(text) for text in numbers.split(",") if text]
+        return [*kinds, kind].index(kind), [int(text) for text in numbers.split(",") if text]
 
     rows = [row for line in lines for row in line.rows if row.metric == metric]
     return sorted({row.convention for row in rows if row.convention is not None}, key=key)
-
-
-# --- Notes: what is known of the rows behind a table ------------------------------------------------------------------
 
 
 def note(name: str, results: Results, **values: object) -> str:
@@ -129,6 +117,7 @@ def note(name: str, results: Results, **values: object) -> str:
     models = results.models
     several = len(models.seeds) > 1
     words = {
+        "numbers": comma(models.seeds),
         "seeds": f"Seed{'s' * several} {comma(models.seeds)}",
         "errors": "over seeds" if several else "of the measurement",
         "over_seeds": ": means, and where a row has several, errors are over these." if several else ".",

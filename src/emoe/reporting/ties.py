@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from emoe.reporting.cells import DASH, Column, Line, Number
 from emoe.reporting.recipes import all_with, as_typed, common, parse
-from emoe.reporting.results import Results, Row
-from emoe.reporting.table import Table, TableSpec, build, comma, note
+from emoe.reporting.results import Results, Row, select
+from emoe.reporting.table import Table, build, comma, note
 
 Models = dict[str, tuple[str, dict[str, str]]]  # name -> recipe and changed fields
 VARIANTS: Models = {
@@ -68,75 +67,56 @@ def common_changes(results: Results) -> dict[str, str]:
     return common(variant_of(recipe)[1] for recipe in sorted({str(row.recipe) for row in results.models.rows}))
 
 
-def by_variant(results: Results) -> dict[tuple[TieSetting, str], list[Row]]:
-    """The rows of models on tied symbols, by ties and variant.
-
-    A variant's name holds what was changed in it but not in all models. The depth is part of it only where the same
-    one was trained on the same ties with several depths, and then only if it is not the usual one.
-    """
+def by_variant(results: Results) -> dict[tuple[str, str], list[Row]]:
+    """The rows of models by family and variant; a label has what was not changed in all models, and unusual depth."""
     shared = common_changes(results)
-    groups: dict[tuple[TieSetting, str], dict[int, list[Row]]] = {}
+    groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in results.models.rows:
-        variant, changes = variant_of(row.recipe)
-        own = as_typed({field: value for field, value in changes.items() if field not in shared})
-        depth = int(parse(row.recipe).changes.get("backbone.depth", RECIPE_DEPTH))
-        groups.setdefault((setting_of(row.data), f"{variant} {own}".strip()), {}).setdefault(depth, []).append(row)
-    several = any(len(by_depth) > 1 for by_depth in groups.values())
-    return {
-        (ties, label + f" backbone.depth={depth}" * (several and depth != default_depth(ties.length))): rows
-        for (ties, label), by_depth in groups.items()
-        for depth, rows in by_depth.items()
-    }
-
-
-def ordered_variants(labels: Iterable[str]) -> list[str]:
-    """Labels in the order of `VARIANTS`, those with further changes after their own variant."""
-    order = list(VARIANTS | EARLIER)
-
-    def key(label: str) -> tuple[int, str]:
-        first = label.partition(" ")[0]
-        return (order.index(first) if first in order else len(order)), label
-
-    return sorted(set(labels), key=key)
+        ties, (variant, changes) = setting_of(row.data), variant_of(row.recipe)
+        own = {field: value for field, value in changes.items() if field not in shared}
+        depth = parse(row.recipe).changes.get("backbone.depth", str(RECIPE_DEPTH))
+        if depth != str(default_depth(ties.length)):
+            own["backbone.depth"] = depth
+        label, rank = f"{variant} {as_typed(own)}".strip(), [*VARIANTS, variant].index(variant)
+        groups.setdefault((ties.family, rank, label), []).append(row)
+    return {(family, label): rows for (family, _, label), rows in sorted(groups.items(), key=lambda item: item[0])}
 
 
 def scaling_tables(results: Results) -> list[Table]:
     """Ties kept in one step and, in parentheses, coverage against the length of a row, by family and variant."""
     results = results.only(task="ties")
     groups, ideal = by_variant(results), results.select(method="ideal")
+    lengths = {setting_of(row.data).length for row in results.models.rows}
 
     def cell(length: int, line: Line) -> str:
-        same = Line((), [row for row in line.rows if row.nfe == 1 and setting_of(row.data).length == length])
-        coverage = Number("coverage").mean(same)
-        return Number("ties")(same) + (f" ({coverage.mean:.1f})" if coverage else "")
+        same = Line((), [row for row in select(line.rows, nfe=1) if setting_of(row.data).length == length])
+        coverage = Number("coverage", error=False)(same)
+        return Number("ties")(same) + f" ({coverage})" * (coverage != DASH)
 
     lines = []
-    for family in sorted({ties.family for ties, _ in groups}):
-        own = {key: rows for key, rows in groups.items() if key[0].family == family}
-        for label in ordered_variants(label for _, label in own):
-            lines.append(Line((family, label), [row for key, rows in own.items() if key[1] == label for row in rows]))
+    for family in dict.fromkeys(family for family, _ in groups):
+        lines += [Line(key, rows) for key, rows in groups.items() if key[0] == family]
         lines.append(Line((family, "chance"), [row for row in ideal if setting_of(row.data).family == family]))
-    columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted({t.length for t, _ in groups})]
-    return _tables("scaling-table", results, TableSpec(["Ties", "Variant"], lines, columns, align="ll"))
+    columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted(lengths)]
+    return build(["Ties", "Variant"], lines, columns, _note("scaling-table", results, lines))
 
 
 def health_tables(results: Results) -> list[Table]:
     """The latent at the largest length of each family; variants without a latent are left out."""
     results = results.only(task="ties")
-    groups = {key: rows for key, rows in by_variant(results).items() if any(row.metric in HEALTH for row in rows)}
-    largest = {ties.family: ties for ties, _ in sorted(groups)}
-    lines = [
-        Line((ties.family, str(ties.length), label), groups[ties, label])
-        for ties in largest.values()
-        for label in ordered_variants(label for other, label in groups if other == ties)
-    ]
+    longest = dict(sorted({setting_of(row.data) for row in results.select(metric=HEALTH)}))  # family -> length
+    lines = []
+    for (family, label), rows in by_variant(results).items():
+        own = [row for row in select(rows, metric=HEALTH) if setting_of(row.data).length == longest[family]]
+        if own:
+            lines.append(Line((family, str(longest[family]), label), own))
     columns: list[Column] = [
         ("coordination gain", Number("coordination_gain", form="+.3f")),
         ("least usage entropy", Number("least_usage_entropy")),
         ("effective draws", Number("effective_draws")),
         ("dead experts", _dead_experts),
     ]
-    return _tables("scaling-health", results, TableSpec(["Ties", "L", "Variant"], lines, columns, align="lrl"))
+    return build(["Ties", "L", "Variant"], lines, columns, _note("scaling-health", results, lines), align="lrl")
 
 
 def _dead_experts(line: Line) -> str:
@@ -144,11 +124,14 @@ def _dead_experts(line: Line) -> str:
     return f"{Number(form='.3g', error=False)(dead)} of {dead.rows[0].n}" if dead.rows else DASH
 
 
-def _tables(name: str, results: Results, spec: TableSpec) -> list[Table]:
-    labels = dict.fromkeys(line.labels[-1].partition(" ")[0] for line in spec.lines if line.labels[-1] != "chance")
-    measured = {parse(row.recipe).name for row in results.models.rows}
-    known = {label: one for models in (EARLIER, VARIANTS) for label, one in models.items() if one[0] in measured}
-    recipes = {label: known.get(label, (label, {})) for label in labels}
-    words = (f"{label} is `{f'{recipe} {as_typed(own)}'.strip()}`" for label, (recipe, own) in recipes.items())
-    values = {"variants": comma(words), "numbers": comma(results.seeds), "shared": all_with(common_changes(results))}
-    return build(dataclasses.replace(spec, note=note(name, results, **values)))
+def _note(name: str, results: Results, lines: Sequence[Line]) -> str:
+    """A note that says which recipe and changes each variant is."""
+    words = {}
+    for line in lines:
+        for row in line.rows[:1] if line.labels[-1] != "chance" else ():
+            variant, left = variant_of(row.recipe)
+            recipe, changes = parse(row.recipe)
+            own = {field: value for field, value in changes.items() if field not in (*left, *FIELDS)}
+            words[variant] = f"{variant} is `{f'{recipe} {as_typed(own)}'.strip()}`"
+    shared = all_with(common_changes(results))
+    return note(name, results, variants=comma(words.values()), shared=shared)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emoe.domains.toy.densities import HELD_OUT
-from emoe.reporting.latent import held_out_tables
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results
+from emoe.reporting.toy import held_out_tables
 from emoe.studies import options
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import Study

@@ -24,8 +24,8 @@ from emoe.figures.base import save
 from emoe.figures.curves import Panel, draw
 from emoe.figures.gif import Recorder, write_gif
 from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
-from emoe.reporting.cells import measure
-from emoe.reporting.images import bpd_tables, data_of, image_page, nfe_tables, real_data
+from emoe.reporting.cells import data_of, measure
+from emoe.reporting.images import bpd_tables, image_page, nfe_tables, real_data
 from emoe.reporting.recipes import parse, reference_name
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, method_rank
@@ -141,7 +141,7 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
     for run in [run for run in runs if not run.steps_left and run.method.has_latent]:
         if run.experiment.method.needs().experts and "film.gif" not in figures:
             figures["film.gif"] = [run.path / "checkpoints"], functools.partial(animation, run)
-    written = write_page(folder / f"{data}.md", image_page(results, data))
+    written = write_page(folder / f"{data}.md", image_page(results))
     for name, (sources, make) in figures.items():
         written += write_figure(folder / "figures" / f"{data}-{name}", sources, make, anew=options.only == "draw")
     for table in [*bpd_tables(part), *nfe_tables(part)]:

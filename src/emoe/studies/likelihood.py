@@ -18,9 +18,9 @@ from emoe.experiment import customise
 from emoe.figures.base import save
 from emoe.figures.curves import Curve, Panel, draw
 from emoe.recipes import get_recipe
-from emoe.reporting.likelihood import likelihood_tables
 from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, methods_of
+from emoe.reporting.toy import likelihood_tables
 from emoe.studies import options
 from emoe.studies.demo import EXPERIMENTS
 from emoe.studies.options import flag, hidden

@@ -125,12 +125,8 @@ def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[
 
 def _panel(results: Results, family: str) -> Panel:
     """Ties kept at NFE 1 against L: a line for each variant, and chance."""
-    groups = {key: rows for key, rows in ties.by_variant(results).items() if key[0].family == family}
-    rows = {
-        label: [row for (_, name), group in groups.items() if name == label for row in group]
-        for label in ties.ordered_variants(label for _, label in groups)
-    }
-    curves = {label: mean_curve(group, lambda row: ties.setting_of(row.data).length) for label, group in rows.items()}
+    groups = {label: rows for (name, label), rows in ties.by_variant(results).items() if name == family}
+    curves = {label: mean_curve(rows, lambda row: ties.setting_of(row.data).length) for label, rows in groups.items()}
     chance = [row for row in results.select(method="ideal") if ties.setting_of(row.data).family == family]
     curves["chance"] = mean_curve(chance, lambda row: ties.setting_of(row.data).length, colour="0.4", style=":")
     return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")

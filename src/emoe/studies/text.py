@@ -284,7 +284,7 @@ def _curves(results: Results) -> list[list[Panel]]:
 def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
     curves = {}
     for line in models(part):
-        for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", GREEDY.line)):
+        for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", ":")):
             name = " ".join(filter(None, [setting, variant])) or None
             if rows := line.where(metric=metric, convention=name).rows:
                 curves[line.labels[0] + label] = mean_curve(rows, lambda row: row.nfe, style=style)
