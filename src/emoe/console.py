@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from io import TextIOBase
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LINE_SECONDS = 3.0  # between two lines of progress where there is no terminal
+Stream = TextIO | TextIOBase
 Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
@@ -24,18 +26,12 @@ class Progress:
         total: Last step.
         start: Step the loop begins at; speed is measured from there.
         label: First word of the display.
-        stream: The stream to write to; default: standard error.
+        stream: Where to write; default: standard error.
         quiet: Show nothing.
     """
 
     def __init__(
-        self,
-        total: int,
-        start: int = 0,
-        label: str = "",
-        *,
-        stream: TextIO | TextIOBase | None = None,
-        quiet: bool = False,
+        self, total: int, start: int = 0, label: str = "", *, stream: Stream | None = None, quiet: bool = False
     ):
         self.total, self.label = total, label
         self._stream = None if quiet else stream or sys.stderr
@@ -52,6 +48,13 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Take the bar down and give the terminal back; a second call does nothing."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.stop()
+            self._bar = None
 
     def update(self, step: int) -> None:
         """Move the bar; cheap enough for every step. Without a bar it does nothing."""
@@ -78,13 +81,6 @@ class Progress:
                 self._bar.console.print(line, markup=False, highlight=False)
             elif self._stream is not None:
                 print(line, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Take the bar down and give the terminal back; a second call does nothing."""
-        if self._bar is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._bar.stop()
-            self._bar = None
 
 
 def _pace(done: int, seconds: float, left: int) -> str:
@@ -120,22 +116,15 @@ def _rich_bar(stream: Any) -> Any:
 def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0) -> Iterator[Tick]:
     """Show how much of `total` is done and how long the rest takes.
 
-    Args:
-        total: Size of the work.
-        label: What it is.
-        quiet: Show nothing.
-        patience: Seconds before a terminal gets a bar; elsewhere the first line comes after `LINE_SECONDS` in any case.
+    A terminal gets a bar after `patience` seconds; elsewhere there is a line every `LINE_SECONDS`.
     """
-    done = 0
+    done, progress = 0, Progress(total, label=label, quiet=quiet)
     began = shown = time.monotonic()
-    progress, started = Progress(total, label=label, quiet=quiet), False
 
     def tick(size: int, text: str) -> None:
-        nonlocal done, shown, started
-        done += size
-        now = time.monotonic()
-        if not started and now - began >= patience:
-            started = True
+        nonlocal done, shown
+        done, now = done + size, time.monotonic()
+        if now - began >= patience:
             progress.__enter__()
         progress.update(done)
         if now - shown >= LINE_SECONDS:
@@ -144,21 +133,15 @@ def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0)
 
     try:
         if not patience:
-            started = True
             progress.__enter__()
         yield tick
     finally:
         progress.close()
 
 
-@contextlib.contextmanager
-def tick_calls(module: nn.Module, tick: Tick) -> Iterator[None]:
+def tick_calls(module: nn.Module, tick: Tick) -> AbstractContextManager[object]:
     """Call `tick` after every forward call of a module; of a backbone every evaluation of the network."""
-    handle = module.register_forward_hook(lambda *_: tick(1, ""))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(lambda *_: tick(1, ""))
 
 
 def console_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:

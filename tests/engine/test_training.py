@@ -136,8 +136,8 @@ def built(kind: str, **more: object) -> tuple[Any, Stepper]:
     domain, config = experiment.domain.build(experiment.seed), experiment.train
     method = experiment.build_method(domain.space)
     stepper = Stepper(
-        method, domain.batches(config.batch, experiment.seed), method.ramps, experiment.optim, total=config.steps,
-        rng=Rng(derive_seed(experiment.seed, "train")), ema=config.ema, precision=config.precision, graph=False,
+        method, domain.batches(config.batch, experiment.seed), method.ramps, optim=experiment.optim, train=config,
+        rng=Rng(derive_seed(experiment.seed, "train")),
     )  # fmt: skip
     return method, stepper
 

@@ -137,6 +137,9 @@ class World:
         return sorted(missing)
 
 
+ALONE = World()
+
+
 def launched() -> tuple[int, int, int]:
     """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own.
 
