@@ -21,63 +21,60 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-from emoe.engine.trainer import set_arithmetic
 
+from emoe.engine.arithmetic import arithmetic
 from emoe.engine.stepper import WARMUP_STEPS, Stepper
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.reporting.provenance import describe_machine
 from emoe.reporting.results import Row, RunInfo, record
 from emoe.rng import Rng
-from emoe.runs import pick_device
+from emoe.runs.train import pick_device
 
 Methods = dict[str, tuple[str, dict[str, str]]]  # name in the table -> end of a recipe's name and changed fields
 TOY: Methods = {
     "mdlm": ("mdlm", {}),
     "vadd": ("vadd", {}),
-    "emoe": ("emoe", {}),
-    "emoe-plus": ("emoe-plus", {}),
-    "emoe-plus, wake-sleep": ("emoe-plus", {"method.estimator": "wake-sleep"}),
-    "emoe-plus, 4 draws": ("emoe-plus", {"method.draws": "4"}),
-    "emoe-plus, 2 draws": ("emoe-plus", {"method.draws": "2"}),
-    "emoe-plus, 4 draws, last block drawn": ("emoe-plus", {"method.draws": "4", "method.last-block": "drawn"}),
-    "emoe-plus, 2 draws, last block drawn": ("emoe-plus", {"method.draws": "2", "method.last-block": "drawn"}),
-    "emoe, leave-one-out, 2 draws": (
-        "emoe",
-        {"method.estimator": "leave-one-out", "method.gradient": "none", "method.draws": "2"},
-    ),
     "vadd-plus": ("vadd-plus", {}),
-    "emoe, last block summed": ("emoe", {"method.last-block": "summed"}),
-    "emoe, reinmax": ("emoe", {"method.gradient": "reinmax"}),
-    "emoe, gumbel-rao": ("emoe", {"method.gradient": "gumbel-rao"}),
+    "emoe": ("emoe", {}),
+    "emoe-vimco": ("emoe-vimco", {}),
+    "emoe-vimco, wake-sleep": ("emoe-vimco", {"method.compare.estimator": "wake-sleep"}),
+    "emoe-vimco, 4 draws": ("emoe-vimco", {"method.compare.draws": "4"}),
+    "emoe-vimco, 2 draws": ("emoe-vimco", {"method.compare.draws": "2"}),
+    "emoe-vimco, 2 draws, last block drawn": (
+        "emoe-vimco",
+        {"method.compare.draws": "2", "method.compare.sum-last": "false"},
+    ),
 }
-
 IMAGES: Methods = {
     "mdlm": ("mdlm", {}),
     "vadd": ("vadd", {}),
     "emoe": ("emoe", {}),
-    "emoe-plus": ("emoe-plus", {}),
+    "emoe-floor": ("emoe-floor", {}),
     "mdlm, eager": ("mdlm", {"train.cuda-graph": "false"}),
     "mdlm, eager, tf32": ("mdlm", {"train.cuda-graph": "false", "train.precision": "tf32"}),
 }
-TEXT: Methods = {
-    name: (name, {}) for name in ("mdlm", "ar", "sedd", "bd3lm", "vadd", "emoe", "emoe-plus", "emoe-aware")
-}
+TEXT: Methods = {name: (name, {}) for name in ("mdlm", "ar", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")}
 TASKS = {"toy": ("toy-8modes-", TOY), "mnist": ("mnist-", IMAGES), "news-small": ("news-small-", TEXT)}
 RIVAL = "vdm, eager"
 
 
-def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Stepper:
-    """The training step of a recipe, ready to be called with step numbers."""
+def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Callable[[int], None]:
+    """The training step of a recipe, to be called with step numbers."""
     experiment = customise(get_recipe(name), settings)
     domain = experiment.domain.build(0)
     method = experiment.build_method(domain.space).to(device)
     train = experiment.train
-    set_arithmetic(train)
-    return Stepper(
+    stepper = Stepper(
         method, domain.batches(train.batch, 0, device=device), method.ramps, optim=experiment.optim, train=train,
         rng=Rng(0, device=device),
     )  # fmt: skip
+
+    def step(number: int) -> None:
+        with arithmetic(train.precision):
+            stepper(number)
+
+    return step
 
 
 def _zeroed(module: torch.nn.Module) -> torch.nn.Module:
@@ -129,9 +126,9 @@ def kernels_of(step: Callable[[int], None], first: int, count: int = 5) -> str:
         for number in range(count):
             step(first + number)
         torch.cuda.synchronize()
-    found = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
-    lines = [f"{sum(kernel.device_time_total for kernel in found) / count:10.1f} us in all"]
-    for kernel in found:
+    ordered = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    lines = [f"{sum(kernel.device_time_total for kernel in ordered) / count:10.1f} us in all"]
+    for kernel in ordered:
         each = kernel.device_time_total / kernel.count
         lines.append(
             f"{kernel.device_time_total / count:10.1f}{kernel.count / count:8.1f}{each:10.2f}  {kernel.key[:110]}"
@@ -146,9 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="turns of each method")
     parser.add_argument("--steps", type=int, default=0, help="steps per turn; default 5 on a CPU, 100 on a GPU")
     parser.add_argument("--task", choices=TASKS, default="toy")
-    parser.add_argument(
-        "--methods", default="mdlm;vadd;emoe;emoe-plus", help="names, separated by ;  all = all of them"
-    )
+    parser.add_argument("--methods", default="mdlm;vadd;emoe", help="names, separated by ;  all = all of them")
     parser.add_argument("--data-root", help="where MNIST is")
     parser.add_argument("--set", help="with --task news-small: folder of the prepared text")
     parser.add_argument("--rival", type=Path, help="with --task mnist: checkout of the VDM UNet to time beside")

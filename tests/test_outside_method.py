@@ -84,8 +84,7 @@ class Coin(MaskedDiffusion):
     label, colour, has_latent = "Coin", "#123456", True
 
     def __init__(self, config, space, backbone):
-        super().__init__(config, space, ramps={"kl_weight": config.kl_weight})
-        self.backbone = backbone.build(space, config.needs())
+        super().__init__(config, space, backbone, ramps={"kl_weight": config.kl_weight})
         self.guess = nn.Embedding(space.size, 1)
 
     def infer(self, noised, ramp, rng):

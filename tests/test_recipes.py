@@ -17,7 +17,7 @@ from emoe.config import ConfigError
 from emoe.engine.stepper import Stepper
 from emoe.experiment import Experiment
 from emoe.overrides import override
-from emoe.recipes import alias, all_recipes, get_recipe, recipe, register
+from emoe.recipes import all_recipes, get_recipe, recipe, register
 from emoe.rng import Rng
 from emoe.runs.sampling import draw
 
@@ -117,9 +117,10 @@ def test_a_name_is_given_once_and_a_definition_may_be_repeated(own_recipes: None
     assert all_recipes()["my-emoe"].doc == "Mine, in one line."
     for name, home in {"my-emoe": f"{__name__}.test_a_name_is", "toy-8modes-emoe": "emoe.recipes.toy"}.items():
         experiment = override(get_recipe("toy-8modes-emoe"), {"name": name})
-        with pytest.raises(ConfigError, match=f"recipe: '{name}' is both in {home}.* and in another.module; choose"):
-            register("another.module", [("The same name.", experiment)])
-    alias("my-emoe", "toy-8modes-mdlm")  # a recipe comes before an earlier name
+        with pytest.raises(ConfigError, match=f"recipe: '{name}' is in both {home}.* and another.module; choose"):
+            register("another.module", "The same name.", experiment)
+    mdlm = get_recipe("toy-8modes-mdlm")
+    register("emoe.recipes.toy", "The same again.", mdlm, old="my-emoe")  # a recipe comes before an earlier name
     assert get_recipe("my-emoe").seed == 2
     with pytest.raises(ConfigError, match="recipe: 'toy-8mode-emoe' is not known; did you mean 'toy-8modes-emoe'"):
         get_recipe("toy-8mode-emoe")

@@ -31,9 +31,9 @@ class ConfigError(ValueError):
 
     exit_code: ClassVar[int] = 2
 
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else problems
+        super().__init__("\n".join(self.problems))
 
 
 @contextlib.contextmanager

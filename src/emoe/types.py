@@ -68,7 +68,7 @@ class Gate:
     draws: int = 1
 
 
-Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
+Route = Callable[[int, RouterLogits], Gate]
 """A route policy: (block d, router logits) -> Gate. Posterior, prior and ablations are policies, not code paths."""
 
 
@@ -76,11 +76,11 @@ Route = Callable[[int, Float[Tensor, "B P E"]], Gate]
 class Noised:
     """What lines 3-4 of Algo. 1 draw, and how the loss weights it."""
 
-    x0: Int[Tensor, "B L"]
-    xt: Int[Tensor, "B L"]
-    t: Float[Tensor, " B"]
-    scored: Bool[Tensor, "B L"]  # tokens whose NLL counts: all masked ones, or the set R that a step reveals
-    weight: Float[Tensor, " B"]  # of that NLL: w(t), or T a_i, or T for a set R
+    x0: Tokens
+    xt: Tokens
+    t: PerRow
+    scored: Positions  # tokens whose NLL counts: all masked ones, or the set R that a step reveals
+    weight: PerRow  # of that NLL: w(t), or T a_i, or T for a set R
     kl_weight: float = 1.0  # of the KL in a likelihood: 1 in the objective, T in bound@T
 
     def repeated(self, draws: int) -> Noised:
@@ -120,8 +120,8 @@ class StepEvent:
 
     step: int
     time: float
-    x: Int[Tensor, "B L"]
-    revealed: Bool[Tensor, "B L"]
+    x: Tokens
+    revealed: Positions
     latent: Any
 
 

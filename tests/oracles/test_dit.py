@@ -126,9 +126,8 @@ def test_unsupported_needs_of_a_network_are_named():
     assert [line.split("'")[3] for line in lines] == ["attend", "cond", "encoder", "experts", "marks"]
     assert not list(sizes().unsupported(Needs(**needs)))
     assert not list(sizes(causal=True).unsupported(Needs(causal=True)))
-    for make in (sizes(causal=True).build, sizes(causal=True).build_encoder):
-        with pytest.raises(ConfigError, match="has no 'experts', which the method needs"):
-            make(SPACE, Needs(**needs, causal=True))
+    with pytest.raises(ConfigError, match="backbone.causal: must be false, since the method reads"):
+        EMoEConfig(experts=2).build(SPACE, sizes(causal=True))
     for options, wanted, message in (
         ({}, Needs(causal=True), "backbone.causal: must be true"),
         ({"causal": True}, Needs(experts=2), "backbone.causal: must be false"),

@@ -8,19 +8,31 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as nnf
 
 from emoe.config import Family
 from emoe.diffusion.masking import NEG_INF
+from emoe.kernels import compiled
 from emoe.routing.experts import RoutedExperts
-from emoe.types import Features, Gate, Needs, Route, TokenSpace
+from emoe.types import Features, Gate, Logits, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+
+
+@compiled
+def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor, "*B L V"]:
+    """Scores of all symbols but the mask, in at least single precision, with the mask's column put in at -inf."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    left, right = scores[..., :mask_id], scores[..., mask_id:]
+    if right.shape[-1] == 0:
+        return nnf.pad(left, (0, 1), value=NEG_INF)
+    return torch.cat([left, torch.full_like(scores[..., :1], NEG_INF), right], dim=-1)
 
 
 class Prediction(NamedTuple):
     """Token logits of every position (the mask column at -inf), router logits and gates by block."""
 
-    logits: Float[Tensor, "B L V"]
+    logits: Logits
     route_logits: tuple[Float[Tensor, "_B _P E"], ...]
     gates: tuple[Gate, ...]
 
@@ -36,15 +48,16 @@ class Backbone(nn.Module, ABC):
     routed_blocks: int  # D, the number of blocks that ask a route policy for experts; 0 if dense
     routes_tokens: ClassVar[bool] = True  # every routed block routes each token by itself: P = L
     local_last_block: ClassVar[bool] = True  # a route in the last block changes nothing but its own position
+    has_mask_output: ClassVar[bool] = True  # the head has an output for the mask, which is never used
 
     @abstractmethod
     def forward(
         self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
+        x: Tokens,
+        t: PerRow,
         *,
         cond: Float[Tensor, "B Z"] | None = None,
-        marks: Bool[Tensor, "B L"] | None = None,
+        marks: Positions | None = None,
         route: Route | None = None,
     ) -> Features:
         """Features of every position, and what the routers said.
@@ -59,7 +72,9 @@ class Backbone(nn.Module, ABC):
 
     def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
         """Logits of features at any positions, in at least single precision, the mask's column at -inf."""
-        logits = nn.functional.linear(h, *self.head_weights())
+        if not self.has_mask_output:
+            return token_logits(self.head(h), self.mask_id)
+        logits = nnf.linear(h, *self.head_weights())
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
@@ -72,12 +87,7 @@ class Backbone(nn.Module, ABC):
         weight = torch.cat([weight[:mask], weight.new_zeros(1, weight.shape[1]), weight[mask:]])
         return weight, torch.cat([bias[:mask], bias.new_full((1,), NEG_INF), bias[mask:]])
 
-    @property
-    def has_mask_output(self) -> bool:
-        """Whether the head has an output for the mask, which is never used."""
-        return True
-
-    def predict(self, x: Int[Tensor, "B L"], t: Float[Tensor, " B"], **inputs: Any) -> Prediction:
+    def predict(self, x: Tokens, t: PerRow, **inputs: Any) -> Prediction:
         """`forward` and `read` in one: logits of all positions."""
         out = self(x, t, **inputs)
         return Prediction(self.read(out.h), out.route_logits, out.gates)

@@ -19,11 +19,11 @@ from torch.nn import functional as nnf
 from emoe.backbones.attention import Cache, RotaryAttention, View, rotary_angles
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import Dropout, RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
-from emoe.config import ConfigError, option
+from emoe.config import option
 from emoe.diffusion.head import product_dtype
 from emoe.kernels import compiled
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, Route, TokenSpace
+from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the time is measured
 
@@ -74,17 +74,11 @@ class DiTConfig(BackboneConfig, kind="dit"):
 
     def build(self, space: TokenSpace, needs: Needs) -> DiT:
         """Make the denoiser, or with `causal` the autoregressive network."""
-        self._check(needs)
         return DiT(self, space, needs)
 
     def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
         """Make a recognition encoder of the same size."""
-        self._check(needs)
         return Encoder(self, space, needs.encoder)
-
-    def _check(self, needs: Needs) -> None:
-        if lines := list(self.unsupported(needs)):
-            raise ConfigError(lines)
 
 
 # --- Blocks ------------------------------------------------------------------------------------------------------
@@ -227,11 +221,7 @@ class Trunk(nn.Module):
         self.norm = Norm(config.width)
 
     def forward(
-        self,
-        h: Float[Tensor, "B L K"],
-        c: Float[Tensor, "B C"] | None,
-        route: Route | None,
-        view: View,
+        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, route: Route | None, view: View
     ) -> Features:
         """Features of the rows that are kept, router logits of all rows, gates."""
         logits: list[Tensor] = []
@@ -249,12 +239,12 @@ class Trunk(nn.Module):
             h = (1 + scale) * h + shift
         return Features(h, tuple(logits), tuple(gates))
 
-    def embed(self, x: Int[Tensor, "B L"], marks: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L K"]:
+    def embed(self, x: Tokens, marks: Positions | None) -> Float[Tensor, "B L K"]:
         """Embeddings of tokens, and of marks where there are any."""
         h = self.token(x)
         return h if self.mark is None or marks is None else h + marks[..., None].to(h.dtype) * self.mark
 
-    def condition(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B C"] | None:
+    def condition(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B C"] | None:
         """The vector that adaLN reads; None without adaLN."""
         if self.time is None:
             return None
@@ -268,10 +258,7 @@ class Trunk(nn.Module):
         return nnf.silu(c)
 
     def view(
-        self,
-        positions: Int[Tensor, " L"],
-        attend: Bool[Tensor, "L M"] | None = None,
-        cache: Cache | None = None,
+        self, positions: Int[Tensor, " L"], attend: Bool[Tensor, "L M"] | None = None, cache: Cache | None = None
     ) -> View:
         """The angles of positions, and who attends to whom."""
         dtype = torch.promote_types(self.token.weight.dtype, torch.float32)
@@ -301,11 +288,11 @@ class DiT(Backbone):
 
     def forward(
         self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
+        x: Tokens,
+        t: PerRow,
         *,
         cond: Float[Tensor, "B Z"] | None = None,
-        marks: Bool[Tensor, "B L"] | None = None,
+        marks: Positions | None = None,
         route: Route | None = None,
         attend: Bool[Tensor, "L M"] | None = None,
         positions: Int[Tensor, " L"] | None = None,
@@ -384,9 +371,7 @@ class Encoder(nn.Module):
         self.trunk = Trunk(config, space, Needs())
         self.head = nn.Linear(config.width, outputs)
 
-    def forward(
-        self, x0: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"]
-    ) -> Float[Tensor, "B O"]:
+    def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         h = self.trunk.embed(x0, None)
         h = h + marks[..., None].to(h.dtype) * self.trunk.token.weight[self.mask_id]

@@ -13,29 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.config import Config, ConfigError, option
-from emoe.diffusion.masking import NEG_INF
 from emoe.kernels import compiled
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
-from emoe.types import Gate, Route
+from emoe.types import Gate, PerRow, Route, RouterLogits
 
 
 @compiled
-def time_features(t: Float[Tensor, " B"], size: int) -> Float[Tensor, "B F"]:
+def time_features(t: PerRow, size: int) -> Float[Tensor, "B F"]:
     """Sines and cosines of 1000 t at `size / 2` frequencies from 1 down to 1e-4."""
     half = size // 2
     frequency = torch.exp(-math.log(10_000) * torch.arange(half, device=t.device, dtype=t.dtype) / half)
     angle = 1000 * t[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
-
-
-@compiled
-def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor, "*B L V"]:
-    """Scores of all symbols but the mask, in at least single precision, with the mask's column put in at -inf."""
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    left, right = scores[..., :mask_id], scores[..., mask_id:]
-    if right.shape[-1] == 0:
-        return nnf.pad(left, (0, 1), value=NEG_INF)
-    return torch.cat([left, torch.full_like(scores[..., :1], NEG_INF), right], dim=-1)
 
 
 SHORT = 4  # up to this length attention by broadcasting beats the library's kernels, which are made for long rows
@@ -83,9 +72,7 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         if self.generator is None:
-            raise ConfigError(
-                [f"dropout: {self.p:g} needs a random stream, which the method does not lend; set it to 0"]
-            )
+            raise ConfigError(f"dropout: {self.p:g} needs a random stream, which the method does not lend; set it to 0")
         keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p, generator=self.generator)
         return x * keep * (1 / (1 - self.p))
 
@@ -134,7 +121,7 @@ class Router(nn.Linear):
         self.logit_norm = nn.LayerNorm(experts) if config.logit_norm else None
         self.cap = config.cap
 
-    def forward(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "B P E"]:
+    def forward(self, x: Float[Tensor, "B P K"]) -> RouterLogits:
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
         norm = self.logit_norm
         logits = super().forward(x if self.norm is None else self.norm(x))
@@ -186,7 +173,7 @@ class RoutedMLP(nn.Module):
         self.router = Router(width, experts, router)
         self.experts = RoutedExperts(width, hidden, experts, dispatch, activation)
 
-    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route | None) -> tuple[Float[Tensor, "B P E"], Gate]:
+    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route | None) -> tuple[RouterLogits, Gate]:
         """Router logits, and the policy's choice."""
         if policy is None:
             raise ValueError("a routed backbone needs a route policy")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
@@ -18,11 +18,10 @@ from emoe.backbones.layers import (
     drop_rows,
     repeat_rows,
     time_features,
-    token_logits,
 )
 from emoe.config import option
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, Route, TokenSpace
+from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 # With the default of 1 a token's own embedding drowns what attention adds, so that its router sees little of the
 # others; at 0.02 some runs did not find their latent at all (docs/decisions/0015-initialisation.md).
@@ -106,12 +105,7 @@ class Trunk(nn.Module):
         self.norm = nn.LayerNorm(config.width)
 
     def forward(
-        self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
-        cond: Float[Tensor, "B Z"] | None,
-        marks: Bool[Tensor, "B L"] | None,
-        route: Route | None,
+        self, x: Tokens, t: PerRow, cond: Float[Tensor, "B Z"] | None, marks: Positions | None, route: Route | None
     ) -> Features:
         """Features of the rows that are kept, router logits of all rows, gates."""
         dtype = self.token.weight.dtype
@@ -133,6 +127,8 @@ class Trunk(nn.Module):
 class Transformer(Backbone):
     """Denoiser: a row of tokens to logits over all symbols but the mask, which gets -inf."""
 
+    has_mask_output = False
+
     def __init__(self, config: TransformerConfig, space: TokenSpace, needs: Needs):
         super().__init__()
         self.routed_blocks = config.depth if needs.experts else 0
@@ -142,25 +138,16 @@ class Transformer(Backbone):
 
     def forward(
         self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
+        x: Tokens,
+        t: PerRow,
         *,
         cond: Float[Tensor, "B Z"] | None = None,
-        marks: Bool[Tensor, "B L"] | None = None,
+        marks: Positions | None = None,
         route: Route | None = None,
     ) -> Features:
         """See `Backbone.forward`."""
         out: Features = self.trunk(x, t, cond, marks, route)
         return out
-
-    def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
-        """See `Backbone.read`."""
-        return token_logits(self.head(h), self.mask_id)
-
-    @property
-    def has_mask_output(self) -> bool:
-        """False: the head has V - 1 outputs."""
-        return False
 
 
 class Encoder(nn.Module):
@@ -171,8 +158,6 @@ class Encoder(nn.Module):
         self.trunk = Trunk(config, space, Needs(marks=True))
         self.head = nn.Linear(config.width, outputs)
 
-    def forward(
-        self, x0: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"]
-    ) -> Float[Tensor, "B O"]:
+    def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior."""
         return self.head(self.trunk(x0, t, None, marks, None).h.mean(1))

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features, token_logits
+from emoe.backbones.layers import RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
 from emoe.config import ConfigError, option
 from emoe.kernels import kernel
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, Route, TokenSpace
+from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, RouterLogits, Tokens, TokenSpace
 
 # The eight residual blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up,
 # which read a skip connection beside their input; S.
@@ -69,7 +69,7 @@ def image_side(length: int) -> int:
     side = math.isqrt(length)
     if side * side != length or side % 4:
         raise ConfigError(
-            [f"backbone: unet needs square images whose side 4 divides (length 16, 64, 144, ...); rows have {length}"]
+            f"backbone: unet needs square images with a side that 4 divides (length 16, 64, ...); rows have {length}"
         )
     return side
 
@@ -148,7 +148,7 @@ class Flow:
     logits: list[Tensor] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
 
-    def take(self, logits: Float[Tensor, "B P E"], gate: Gate) -> None:
+    def take(self, logits: RouterLogits, gate: Gate) -> None:
         """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
         self.logits.append(logits)
         self.gates.append(gate)
@@ -195,6 +195,7 @@ class UNet(Backbone):
 
     routes_tokens = False  # positions at S/2 and S/4 are squares of pixels
     local_last_block = False
+    has_mask_output = False
 
     def __init__(self, config: UNetConfig, space: TokenSpace, needs: Needs):
         super().__init__()
@@ -223,11 +224,11 @@ class UNet(Backbone):
 
     def forward(
         self,
-        x: Int[Tensor, "B L"],
-        t: Float[Tensor, " B"],
+        x: Tokens,
+        t: PerRow,
         *,
         cond: Float[Tensor, "B Z"] | None = None,
-        marks: Bool[Tensor, "B L"] | None = None,
+        marks: Positions | None = None,
         route: Route | None = None,
     ) -> Features:
         """See `Backbone.forward`."""
@@ -248,15 +249,6 @@ class UNet(Backbone):
         h = next(blocks)(h, flow)
         return Features(as_rows(norm_silu(self.norm, h)), tuple(flow.logits), tuple(flow.gates))
 
-    def read(self, h: Float[Tensor, "*B K"]) -> Float[Tensor, "*B V"]:
-        """See `Backbone.read`."""
-        return token_logits(self.head(h), self.mask_id)
-
-    @property
-    def has_mask_output(self) -> bool:
-        """False: the head has V - 1 outputs."""
-        return False
-
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
         """See `Backbone.grouped`: positions of a finer map lie in squares of a coarser one."""
         fine, coarse = math.isqrt(values.shape[-1]), math.isqrt(groups)
@@ -266,7 +258,7 @@ class UNet(Backbone):
         squares = values.unflatten(-1, (coarse, each, coarse, each))
         return squares.sum((-3, -1)).flatten(-2)
 
-    def _films(self, t: Float[Tensor, " B"], cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B _F"]:
+    def _films(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B _F"]:
         """Scale and shift of every block from the time vector, with the latent appended where there is one."""
         vector = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
         if self.has_cond:
@@ -304,9 +296,7 @@ class Encoder(nn.Module):
         self.norm = nn.GroupNorm(config.groups, channels)
         self.head = nn.Linear(channels, outputs)
 
-    def forward(
-        self, x0: Int[Tensor, "B L"], t: Float[Tensor, " B"], marks: Bool[Tensor, "B L"]
-    ) -> Float[Tensor, "B O"]:
+    def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
         """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         dtype = self.token.weight.dtype
         rows = self.token(x0) + marks[..., None].to(dtype) * self.mark

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.kernels import compiled
+from emoe.types import PerRow
 
 # Uniforms of 0 and 1 would give infinite noise; 53 bits hold everything in between.
 _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53
@@ -41,6 +42,6 @@ def categorical_kl(log_q: Float[Tensor, "*S E"], log_p: Float[Tensor, "*S E"]) -
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def gaussian_kl(mean: Float[Tensor, "B Z"], log_std: Float[Tensor, "B Z"]) -> Float[Tensor, " B"]:
+def gaussian_kl(mean: Float[Tensor, "B Z"], log_std: Float[Tensor, "B Z"]) -> PerRow:
     """KL(N(mean, diag std^2) || N(0, I)) = 1/2 sum (mean^2 + std^2 - 1 - 2 log std)."""
     return 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum(-1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.kernels import kernel
+from emoe.types import Positions, Tokens
 
 ALIGNED = 8  # symbols; rows of 16-bit logits that are not aligned make products on a GPU three times as slow
 MIN_ROWS = 64  # from which on the masked share of a batch is close enough to a half to be relied on
@@ -46,8 +47,8 @@ def scored_total_and_target(
     h: Float[Tensor, "B L K"],
     weight: Float[Tensor, "V K"],
     bias: Float[Tensor, " V"],
-    target: Int[Tensor, "B L"],
-    scored: Bool[Tensor, "B L"],
+    target: Tokens,
+    scored: Positions,
     chunk: int,
     room: float = 1.0,
 ) -> Scores:

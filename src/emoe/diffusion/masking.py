@@ -6,19 +6,18 @@ Alphas are given per sequence, `(B,)`, or as one number for the whole batch.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.diffusion.categorical import draw_categorical
 from emoe.kernels import compiled
+from emoe.types import Logits, PerRow, Positions, Tokens
 
 NEG_INF = float("-inf")
 FEW = 16  # symbols up to which a sum over them all is quicker than an index, whose gradient has to be scattered
 
 
-def mask_tokens(
-    x: Int[Tensor, "B L"], keep: Float[Tensor, " B"], mask_id: int, generator: torch.Generator
-) -> Int[Tensor, "B L"]:
+def mask_tokens(x: Tokens, keep: PerRow, mask_id: int, generator: torch.Generator) -> Tokens:
     """Draw x_t ~ q(x_t | x_s) (Eq. 1), or q(x_t | x_0) (Eq. 12) with keep = alpha_t.
 
     Each token stays with probability keep = alpha_t / alpha_s and becomes the mask otherwise; a mask stays a mask.
@@ -30,15 +29,13 @@ def mask_tokens(
 
 
 @compiled
-def _masked_where(
-    x: Int[Tensor, "B L"], u: Float[Tensor, "B L"], keep: Float[Tensor, " B"], mask_id: int
-) -> Int[Tensor, "B L"]:
+def _masked_where(x: Tokens, u: Float[Tensor, "B L"], keep: PerRow, mask_id: int) -> Tokens:
     """The mask where u is not below keep."""
     return torch.where(u < keep.double()[:, None], x, mask_id)
 
 
 @compiled
-def subs(logits: Float[Tensor, "B L V"], xt: Int[Tensor, "B L"], mask_id: int) -> Float[Tensor, "B L V"]:
+def subs(logits: Logits, xt: Tokens, mask_id: int) -> Logits:
     """log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
 
     At masked positions log_softmax over all symbols but the mask; elsewhere 0 at x_t and -inf at the rest.
@@ -64,15 +61,15 @@ def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tens
 
 
 def unmask_step(
-    log_x_theta: Float[Tensor, "B L V"],
-    xt: Int[Tensor, "B L"],
+    log_x_theta: Logits,
+    xt: Tokens,
     alpha_s: float,
     alpha_t: float,
     mask_id: int,
     *,
     reveal: torch.Generator,
     token: torch.Generator,
-) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+) -> tuple[Tokens, Positions]:
     """Draw x_s ~ p(x_s | x_t, z), and which positions it revealed (Eq. 2-3, 13-14).
 
     Whether a position is revealed does not depend on its logits, so it is drawn first and apart from the token.
@@ -81,9 +78,7 @@ def unmask_step(
     return torch.where(revealed, draw_categorical(log_x_theta, token), xt), revealed
 
 
-def draw_revealed(
-    xt: Int[Tensor, "B L"], alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator
-) -> Bool[Tensor, "B L"]:
+def draw_revealed(xt: Tokens, alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator) -> Positions:
     """Which masked positions are revealed between t and s, each with `reveal_probability`."""
     u = torch.rand(xt.shape, generator=generator, device=xt.device, dtype=torch.float64)
     return (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))

@@ -9,12 +9,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from emoe.config import ConfigError
+from emoe.diffusion.masking import reveal_probability
+from emoe.diffusion.schedule import Schedule
 from emoe.kernels import compiled
+from emoe.types import PerRow
 
 
 def stratified_times(
     batch: int, generator: torch.Generator, *, low: float = 0.0, rank: int = 0, world: int = 1
-) -> Float[Tensor, " B"]:
+) -> PerRow:
     """One t ~ U(low, 1] for each row, one row in each of n = batch * world equal strata (Algo. 1, line 3).
 
     t_j = low + (1 - low) * (1 - (s_j + u_j) / n), u_j ~ U[0, 1), with s_j = (a j + b) mod n for a random b and a
@@ -42,6 +46,28 @@ def _spread_stride(count: int) -> int:
     """The whole number nearest to count * 0.618... that is coprime to count."""
     target = count * (math.sqrt(5) - 1) / 2
     return min((a for a in range(1, count + 1) if math.gcd(a, count) == 1), key=lambda a: abs(a - target))
+
+
+def weighted_times(
+    schedule: Schedule, t: Float[Tensor, "*B"], steps: int
+) -> tuple[Float[Tensor, "*B"], Float[Tensor, "*B"]]:
+    """Times and the weights of their masked NLL, from t ~ U(0, 1].
+
+    With 0 steps t itself and w(t). With T steps a time i / T, i uniform in 1..T, and T times the chance a_i that its
+    step reveals a masked token, a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i) (Eq. 37).
+
+    Raises:
+        ConfigError: A chain of T steps does not start from masks alone.
+    """
+    if not steps:
+        return t, schedule.elbo_weight(t)
+    if float(schedule.alpha(torch.ones(1))) > 0:
+        raise ConfigError(
+            f"likelihood: a bound for T steps needs all tokens masked at t = 1; schedule {schedule.kind!r} keeps some"
+        )
+    i = (t * steps).ceil().clamp(1, steps)
+    alpha_s, alpha_t = torch.where(i == 1, 1.0, schedule.alpha((i - 1) / steps)), schedule.alpha(i / steps)
+    return i / steps, steps * torch.as_tensor(reveal_probability(alpha_s, alpha_t))
 
 
 def grid_times(steps: int) -> list[float]:

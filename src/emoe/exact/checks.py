@@ -51,7 +51,7 @@ def tiny_methods(only: str | None = None, seed: int = 0) -> dict[str, Method]:
         if method.chain_schedule is not None:
             methods[kind] = method.double().eval()
     if only is not None and only not in methods:
-        raise ConfigError([f"method: {only!r} has no exact law{hint(only, list(methods))}"])
+        raise ConfigError(f"method: {only!r} has no exact law{hint(only, list(methods))}")
     return methods if only is None else {only: methods[only]}
 
 

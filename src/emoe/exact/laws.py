@@ -68,15 +68,13 @@ def check_chain(method: Method) -> Schedule:
         ConfigError: It has no such chain, or its tables are too large.
     """
     if method.chain_schedule is None:
-        raise ConfigError([f"exact: {method.label} has no chain of factorised steps, so its law is not known here"])
+        raise ConfigError(f"exact: {method.label} has no chain of factorised steps, so its law is not known here")
     space = method.space
     numbers = (2 * (space.size - 1)) ** space.length
     if numbers > MOST_NUMBERS:
         raise ConfigError(
-            [
-                f"exact: {space.size - 1} symbols in {space.length} positions make tables of {numbers:,} numbers, more "
-                f"than {MOST_NUMBERS:,}; ask for bound@T or iw@T,K, which need no enumeration"
-            ]
+            f"exact: {space.size - 1} symbols in {space.length} positions make tables of {numbers:,} numbers, more "
+            f"than {MOST_NUMBERS:,}; ask for bound@T or iw@T,K, which need no enumeration"
         )
     return method.chain_schedule
 

@@ -19,7 +19,7 @@ from emoe.diffusion.head import total_and_target
 from emoe.diffusion.samplers import OnStep
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, StepEvent, TokenSpace
+from emoe.types import Likelihood, Loss, Needs, PerRow, StepEvent, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,6 @@ class ARConfig(MethodConfig, kind="ar"):
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> AR:
         """Make the method."""
-        if lines := list(backbone.unsupported(self.needs())):
-            raise ConfigError(lines)
         return AR(self, space, backbone)
 
 
@@ -57,11 +55,7 @@ class AR(Method):
     label, colour = "AR", "#79706e"
     backbone: Any  # a causal one, with `extend`
 
-    def __init__(self, config: ARConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__(config, space)
-        self.backbone = backbone.build(space, config.needs())
-
-    def token_nll(self, x0: Int[Tensor, "B L"]) -> Float[Tensor, "B L"]:
+    def token_nll(self, x0: Tokens) -> Float[Tensor, "B L"]:
         """-log p(x^l | x^<l) of every token, in nats. One network call."""
         shifted = torch.cat([torch.full_like(x0[:, :1], self.space.mask_id), x0[:, :-1]], 1)
         h = self.backbone(shifted, torch.zeros(len(x0), device=x0.device)).h
@@ -72,7 +66,7 @@ class AR(Method):
         logits = self.backbone.read(h)
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)
 
-    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Mean NLL in nats per token."""
         with dropout_from(self, rng.stream("dropout")):
             total = self.token_nll(x0).mean()
@@ -83,10 +77,10 @@ class AR(Method):
         return ("exact",)
 
     @torch.no_grad()
-    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
+    def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
         """`exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other likelihood."""
         if likelihood.kind != "exact":
-            raise ConfigError([f"likelihood: 'ar' has no {likelihood}; it knows the NLL itself, ask for exact"])
+            raise ConfigError(f"likelihood: 'ar' has no {likelihood}; it knows the NLL itself, ask for exact")
         return self.token_nll(x0).double().sum(-1)
 
     @torch.no_grad()
@@ -106,14 +100,12 @@ class AR(Method):
         """
         length, mask_id = self.space.length, self.space.mask_id
         if nfe != length:
-            raise ConfigError([f"nfe: 'ar' needs one call per token: {length}, got {nfe}"])
+            raise ConfigError(f"nfe: 'ar' needs one call per token: {length}, got {nfe}")
         wanted = x == mask_id
         if (wanted[:, :-1] & ~wanted[:, 1:]).any():
             raise ConfigError(
-                [
-                    "given: 'ar' continues rows; given tokens must come first, since a token is drawn without knowing "
-                    "those to its right; for gaps take a masked diffusion method"
-                ]
+                "given: 'ar' continues rows; given tokens must come first, since a token is drawn without knowing "
+                "those to its right; for gaps take a masked diffusion method"
             )
         x, cache, token = x.clone(), self.backbone.new_cache(), torch.full_like(x[:, :1], mask_id)
         for position in range(length):

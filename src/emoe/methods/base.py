@@ -18,7 +18,7 @@ from emoe.diffusion.samplers import OnStep
 from emoe.diffusion.schedule import Schedule
 from emoe.ramps import Ramp
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Mixture, Needs, TokenSpace
+from emoe.types import Likelihood, Logits, Loss, Mixture, Needs, PerRow, Tokens, TokenSpace
 
 BUDGET = 200_000  # most components times rows in one call of `components`
 LATE = 10**9  # a step at which every ramp has reached its end
@@ -100,16 +100,21 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     ramps: Mapping[str, Ramp]
 
-    def __init__(self, config: MethodConfig, space: TokenSpace, ramps: Mapping[str, Ramp] | None = None):
+    def __init__(
+        self, config: Any, space: TokenSpace, backbone: BackboneConfig, ramps: Mapping[str, Ramp] | None = None
+    ):
         super().__init__()
         self.config, self.space, self.ramps = config, space, dict(ramps or {})
+        if lines := list(backbone.unsupported(config.needs())):
+            raise ConfigError(lines)
+        self.backbone = backbone.build(space, config.needs())
 
     @abstractmethod
-    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Loss of a batch of clean rows, in nats per token."""
 
     @abstractmethod
-    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
+    def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
         """One Monte-Carlo draw of a named likelihood for each row, in nats per row.
 
         Its mean over draws is the quantity. A likelihood that the method does not have raises `ConfigError`.
@@ -137,18 +142,18 @@ class Method(nn.Module, ABC):
             ConfigError: It has a sampler of its own.
         """
         if sampler != PLAIN:
-            raise ConfigError([f"sampler: {self.label} has a sampler of its own; use plain with nucleus 1"])
+            raise ConfigError(f"sampler: {self.label} has a sampler of its own; use plain with nucleus 1")
 
-    def log_probs(self, xt: Int[Tensor, "B L"], rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
+    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Logits:
         """log p(x0 | xt, z) with z from the prior, or its most likely value; see `Run.log_probs`."""
-        raise ConfigError([f"log_probs: {self.label} does not predict masked tokens independently"])
+        raise ConfigError(f"log_probs: {self.label} does not predict masked tokens independently")
 
     @abstractmethod
     def likelihoods(self) -> tuple[str, ...]:
         """Names of the likelihoods worth printing, best known first."""
 
     def components(
-        self, xt: Int[Tensor, "B L"], t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
+        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
     ) -> Mixture:
         """The exact law of one reverse step, p(x0 | xt), as a finite mixture.
 
@@ -159,7 +164,7 @@ class Method(nn.Module, ABC):
             samples: Latents to draw for each row where the mixture is continuous and cannot be integrated.
             seed: Seed of these latents.
         """
-        raise ConfigError([f"exact: {self.label} has no exact law; ask for a bound instead"])
+        raise ConfigError(f"exact: {self.label} has no exact law; ask for a bound instead")
 
     @property
     def chain_schedule(self) -> Schedule | None:

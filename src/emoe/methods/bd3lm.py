@@ -18,13 +18,13 @@ from torch import Tensor
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.masking import log_chosen, mask_tokens, reveal_probability, subs, unmask_step
+from emoe.diffusion.masking import log_chosen, mask_tokens, subs, unmask_step
 from emoe.diffusion.samplers import OnStep, grid
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times
+from emoe.diffusion.times import stratified_times, weighted_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, StepEvent, TokenSpace
+from emoe.types import Likelihood, Loss, Needs, PerRow, StepEvent, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,9 @@ class BD3LMConfig(MethodConfig, kind="bd3lm"):
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> BD3LM:
         """Make the method."""
-        lines = list(backbone.unsupported(self.needs()))
         if space.length % self.block:
             fits = ", ".join(str(size) for size in range(1, space.length + 1) if space.length % size == 0)
-            lines.append(f"method.block: must divide the length {space.length}, got {self.block}; allowed: {fits}")
-        if lines:
-            raise ConfigError(lines)
+            raise ConfigError(f"method.block: must divide the length {space.length}, got {self.block}; allowed: {fits}")
         return BD3LM(self, space, backbone)
 
 
@@ -82,21 +79,18 @@ class BD3LM(Method):
     backbone: Any  # one that has `attend` and `extend`
 
     def __init__(self, config: BD3LMConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__(config, space)
+        super().__init__(config, space, backbone)
         self.blocks = space.length // config.block
-        self.backbone = backbone.build(space, config.needs())
         self.register_buffer("attend", block_mask(space.length, config.block), persistent=False)
         self.register_buffer("positions", torch.arange(space.length).repeat(2), persistent=False)
 
-    def features(self, xt: Int[Tensor, "B L"], x0: Int[Tensor, "B L"]) -> Float[Tensor, "B L K"]:
+    def features(self, xt: Tokens, x0: Tokens) -> Float[Tensor, "B L K"]:
         """Features of every xt^l given its block of xt and earlier blocks of x0. One network call."""
         both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
         h: Tensor = self.backbone(both, t, attend=self.attend, positions=self.positions).h
         return h[:, : self.space.length]
 
-    def block_nll(
-        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"]
-    ) -> tuple[Float[Tensor, "B N"], Bool[Tensor, ""] | None]:
+    def block_nll(self, x0: Tokens, xt: Tokens) -> tuple[Float[Tensor, "B N"], Bool[Tensor, ""] | None]:
         """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats, and `Scores.valid`."""
         h, valid = self.features(xt, x0), None
         if self.config.head_chunk:
@@ -111,13 +105,13 @@ class BD3LM(Method):
         count, generator = rows * self.blocks, rng.stream("time", shared=True)
         return stratified_times(count, generator, low=low, rank=rng.rank, world=rng.world).view(rows, self.blocks)
 
-    def mask(self, x0: Int[Tensor, "B L"], t: Float[Tensor, "B N"], rng: Rng) -> Int[Tensor, "B L"]:
+    def mask(self, x0: Tokens, t: Float[Tensor, "B N"], rng: Rng) -> Tokens:
         """Mask each block with the alpha of its own time."""
         keep = self.config.schedule.alpha(t).flatten()
         blocks = mask_tokens(x0.reshape(len(keep), -1), keep, self.space.mask_id, rng.stream("mask"))
         return blocks.view(x0.shape)
 
-    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Mean over rows of sum over blocks of w(t_b) * masked NLL, divided by L."""
         t = self.times(len(x0), rng, self.config.t_low)
         xt = self.mask(x0, t, rng)
@@ -131,28 +125,16 @@ class BD3LM(Method):
         return "bound@1", "bound@4", "nelbo"
 
     @torch.no_grad()
-    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
+    def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
         """One draw of (t_b, xt_b) for each block of each row, summed over blocks; nats per row.
 
         nelbo: w(t_b) * masked NLL, t_b ~ U(0, 1], bounds the NLL in the limit of many steps per block. bound@T:
         T * a_i * masked NLL for a step i uniform in 1..T, with a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i), bounds
         the NLL of the sampler with T steps **in each block**, which makes T * L / block network calls.
         """
-        schedule, steps = self.config.schedule, likelihood.steps
         if likelihood.kind not in ("nelbo", "bound"):
-            raise ConfigError(
-                [f"likelihood: 'bd3lm' has no {likelihood}; ask for nelbo or bound@T (T steps per block)"]
-            )
-        if steps and float(schedule.alpha(torch.ones(1))) > 0:
-            raise ConfigError(
-                [f"likelihood: {likelihood} needs all tokens masked at t = 1; schedule {schedule.kind!r} keeps some"]
-            )
-        t = self.times(len(x0), rng).double()
-        weight = schedule.elbo_weight(t)
-        if steps:
-            i = (t * steps).ceil().clamp(1, steps)
-            t, alpha_s = i / steps, torch.where(i == 1, 1.0, schedule.alpha((i - 1) / steps))
-            weight = steps * torch.as_tensor(reveal_probability(alpha_s, schedule.alpha(t)))
+            raise ConfigError(f"likelihood: 'bd3lm' has no {likelihood}; ask for nelbo or bound@T (T steps per block)")
+        t, weight = weighted_times(self.config.schedule, self.times(len(x0), rng).double(), likelihood.steps)
         return (weight * self.block_nll(x0, self.mask(x0, t, rng))[0].double()).sum(-1)
 
     @torch.no_grad()
@@ -176,10 +158,8 @@ class BD3LM(Method):
         if nfe < 1 or nfe % self.blocks:
             allowed = ", ".join(str(k * self.blocks) for k in (1, 2, 3))
             raise ConfigError(
-                [
-                    f"nfe: 'bd3lm' makes the same number of calls for each of its {self.space.length} / {size} = "
-                    f"{self.blocks} blocks, so it must be one of {allowed}, ...; got {nfe}"
-                ]
+                f"nfe: 'bd3lm' makes the same number of calls for each of its {self.space.length} / {size} = "
+                f"{self.blocks} blocks, so it must be one of {allowed}, ...; got {nfe}"
             )
         x, cache = x.clone(), self.backbone.new_cache()
         for number in range(self.blocks):

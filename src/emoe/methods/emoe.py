@@ -30,7 +30,7 @@ from emoe.routing import compare
 from emoe.routing.compare import CompareConfig
 from emoe.routing.latent import RouteLatent, describe_collapse, enumerate_routes, load_balance, usage_shortfall
 from emoe.routing.routes import draw, each_expert, paired, recorded, sharpened
-from emoe.types import Gate, Mixture, Needs, Noised, Route, TokenSpace
+from emoe.types import Gate, Mixture, Needs, Noised, Route, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,7 @@ class EMoE(MaskedDiffusion):
 
     def __init__(self, config: EMoEConfig, space: TokenSpace, backbone: BackboneConfig):
         names = ("relax_tau", "kl_weight", "kl_time_power")
-        super().__init__(config, space, ramps={name: getattr(config, name) for name in names})
-        self.backbone = backbone.build(space, config.needs())
+        super().__init__(config, space, backbone, ramps={name: getattr(config, name) for name in names})
         if config.compare is not None and config.compare.sum_last:
             compare.check_sum_last(self.backbone, backbone.kind)
 
@@ -158,13 +157,11 @@ class EMoE(MaskedDiffusion):
         return {"route": sharpened(rng.stream("route"), 0.0 if step.greedy else self.config.route_tau)}
 
     def components(
-        self, xt: Int[Tensor, "B L"], t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
+        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
     ) -> Mixture:
         """One component for each choice of routes in all blocks but the last, which is summed out."""
         if not self.backbone.local_last_block:
-            raise ConfigError(
-                ["exact: routes in the last block of this backbone move other positions; ask for a bound"]
-            )
+            raise ConfigError("exact: routes in the last block of this backbone move other positions; ask for a bound")
         experts, last = self.config.experts, self.backbone.routed_blocks - 1
 
         def network(x: Int[Tensor, "N L"], route: Route) -> tuple[Float[Tensor, "N E L V"], tuple[Tensor, ...]]:

@@ -15,14 +15,13 @@ from torch import Tensor
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
 from emoe.diffusion.categorical import draw_categorical
-from emoe.diffusion.masking import draw_revealed, log_chosen, mask_tokens, reveal_probability, subs
+from emoe.diffusion.masking import draw_revealed, log_chosen, mask_tokens, subs
 from emoe.diffusion.samplers import READ_AT_ONCE, OnStep, grid, top_p
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times
-from emoe.kernels import compiled
+from emoe.diffusion.times import stratified_times, weighted_times
 from emoe.methods.base import BUDGET, PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Features, Gate, Likelihood, Loss, Mixture, Noised, StepEvent
+from emoe.types import Features, Gate, Likelihood, Logits, Loss, Mixture, Noised, PerRow, Positions, StepEvent, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,9 @@ class MaskedDiffusionConfig(MethodConfig):
 class ReverseStep(NamedTuple):
     """A step of the sampler before its network call."""
 
-    x: Int[Tensor, "B L"]
-    t: Float[Tensor, " B"]
-    reveal: Bool[Tensor, "B L"]  # positions that the step reveals
+    x: Tokens
+    t: PerRow
+    reveal: Positions  # positions that the step reveals
     nfe: int = 0  # steps of the chain; 0 outside a chain
     greedy: bool = False  # the most likely latent instead of a draw
 
@@ -70,9 +69,9 @@ class NoLatent:
 class RowLoss(NamedTuple):
     """What a batch minimises, row by row, in nats per row."""
 
-    loss: Float[Tensor, " B"]
-    recon: Float[Tensor, " B"]  # w(t) * masked NLL
-    kl: Float[Tensor, " B"]
+    loss: PerRow
+    recon: PerRow  # w(t) * masked NLL
+    kl: PerRow
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class MaskedDiffusion(Method):
 
     config: Any
 
-    def noise(self, x0: Int[Tensor, "B L"], rng: Rng, likelihood: Likelihood | None = None) -> Noised:
+    def noise(self, x0: Tokens, rng: Rng, likelihood: Likelihood | None = None) -> Noised:
         """Draw t, one per row and stratified over the batch, and x_t ~ q(x_t | x_0) (Algo. 1, lines 3-4).
 
         In training t ~ U(t_low, 1] with weight w(t). For bound@T and iw@T,K a step i uniform in 1..T with t = i / T and
@@ -106,14 +105,7 @@ class MaskedDiffusion(Method):
         schedule, low = self.config.schedule, self.config.t_low if likelihood is None else 0.0
         t = stratified_times(len(x0), rng.stream("time", shared=True), low=low, rank=rng.rank, world=rng.world)
         steps = 0 if likelihood is None else likelihood.steps
-        if likelihood is not None:
-            t = t.double()
-        if steps:
-            i = (t * steps).ceil().clamp(1, steps)
-            t, alpha_s = i / steps, torch.where(i == 1, 1.0, schedule.alpha((i - 1) / steps))
-            weight = steps * torch.as_tensor(reveal_probability(alpha_s, schedule.alpha(t)))
-        else:
-            weight = schedule.elbo_weight(t)
+        t, weight = weighted_times(schedule, t if likelihood is None else t.double(), steps)
         xt = mask_tokens(x0, schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         return Noised(x0, xt, t.float(), xt == self.space.mask_id, weight, float(max(steps, 1)))
 
@@ -151,7 +143,7 @@ class MaskedDiffusion(Method):
         log_x_theta = subs(self.backbone.read(out.h), noised.xt, self.space.mask_id)
         return torch.where(noised.scored, log_chosen(log_x_theta, noised.x0), 0.0), out.route_logits, None
 
-    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """One step of Algo. 1: mean over rows of [w(t) * masked NLL + weight * KL] / L (Eq. 6, 9), plus aux.
 
         Reconstruction and KL are both sums over the sequence in nats and are divided by L together: dividing only
@@ -164,8 +156,9 @@ class MaskedDiffusion(Method):
         if rows is None:
             kl = out.latent.kl()
             counted = kl if out.train_kl is None else out.train_kl
-            rows = RowLoss(*_row_losses(out.log_token, noised.weight, counted, self.kl_weight(noised, ramp)), kl)
-        total, recon, kl = _per_token(*rows, self.space.length)
+            recon = noised.weight * -out.log_token.sum(-1)
+            rows = RowLoss(recon + self.kl_weight(noised, ramp) * counted, recon, kl)
+        total, recon, kl = (value.mean() / self.space.length for value in rows)
         log = {"recon": recon, "kl": kl, **out.log}
         if out.aux is not None:
             log["aux"] = out.aux
@@ -185,7 +178,7 @@ class MaskedDiffusion(Method):
         return "objective", "bound@1", "bound@4", "iw@1,16" if self.has_latent else "nelbo"
 
     @torch.no_grad()
-    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
+    def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
         """One draw of (t, xt, z) per row, times stratified over the batch; nats per row.
 
         objective, nelbo: w(t) * masked NLL (+ KL). bound@T (Eq. 6): T * [a_i * masked NLL + KL]. iw@T,K: T * -log of
@@ -211,20 +204,15 @@ class MaskedDiffusion(Method):
 
     def _check(self, likelihood: Likelihood) -> None:
         if likelihood.kind not in ("objective", "nelbo", "bound", "iw"):
-            raise ConfigError([f"likelihood: {likelihood} is not estimated by draws"])
+            raise ConfigError(f"likelihood: {likelihood} is not estimated by draws")
         if likelihood.kind == "nelbo" and self.has_latent:
             raise ConfigError(
-                ["likelihood: nelbo is defined without a latent only (its KL grows with the steps); use bound@T"]
-            )
-        if likelihood.steps and float(self.config.schedule.alpha(torch.ones(1))) > 0:
-            kind = self.config.schedule.kind
-            raise ConfigError(
-                [f"likelihood: {likelihood} needs all tokens masked at t = 1; schedule {kind!r} keeps some"]
+                "likelihood: nelbo is defined without a latent only (its KL grows with the steps); use bound@T"
             )
 
     @torch.no_grad()
     def components(
-        self, xt: Int[Tensor, "B L"], t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
+        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
     ) -> Mixture:
         """One component, the factorised step of Eq. 3; a method with a latent overrides it."""
         step = ReverseStep(xt, torch.full((len(xt),), t, device=xt.device), xt == self.space.mask_id)
@@ -233,7 +221,7 @@ class MaskedDiffusion(Method):
         return Mixture(log_token.new_zeros(len(xt), 1), log_token[:, None])
 
     @torch.no_grad()
-    def log_probs(self, xt: Int[Tensor, "B L"], rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
+    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Logits:
         """log p(x0 | xt, z) under one latent for each row; the time is the share of masked positions."""
         masked = xt == self.space.mask_id
         step = ReverseStep(xt, masked.float().mean(1).clamp(min=1 / self.space.length), masked, greedy=greedy)
@@ -300,20 +288,3 @@ def _spread(values: Tensor, run: Bool[Tensor, " n"], other: int) -> Tensor:
     rows = values.new_full((len(run), *values.shape[1:]), other)
     rows[run] = values
     return rows
-
-
-@compiled
-def _row_losses(
-    log_token: Float[Tensor, "B L"], weight: Float[Tensor, " B"], kl: Float[Tensor, " B"], kl_weight: Tensor
-) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """w(t) * masked NLL + weight * KL of each row, and the first of the two."""
-    recon = weight * -log_token.sum(-1)
-    return recon + kl_weight * kl, recon
-
-
-@compiled
-def _per_token(
-    loss: Float[Tensor, " B"], recon: Float[Tensor, " B"], kl: Float[Tensor, " B"], length: int
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
-    """Means over rows, divided by L."""
-    return loss.mean() / length, recon.mean() / length, kl.mean() / length

@@ -22,7 +22,3 @@ class MDLM(MaskedDiffusion):
     """One factorised reverse step (Eq. 3) per network call: Algorithms 1 and 2 with a single component."""
 
     label, colour = "MDLM", "#4e79a7"
-
-    def __init__(self, config: MDLMConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__(config, space)
-        self.backbone = backbone.build(space, config.needs())

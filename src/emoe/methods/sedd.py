@@ -24,7 +24,7 @@ from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.diffusion.times import stratified_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, StepEvent, TokenSpace
+from emoe.types import Likelihood, Logits, Loss, Needs, PerRow, Positions, StepEvent, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,6 @@ class SEDDConfig(MethodConfig, kind="sedd"):
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> SEDD:
         """Make the method."""
-        if lines := list(backbone.unsupported(self.needs())):
-            raise ConfigError(lines)
         return SEDD(self, space, backbone)
 
 
@@ -59,21 +57,20 @@ class SEDD(Method):
     label, colour = "SEDD", "#b07aa1"
 
     def __init__(self, config: SEDDConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__(config, space)
+        super().__init__(config, space, backbone)
         self.schedule = LogLinearSchedule(eps=config.eps)
-        self.backbone = backbone.build(space, config.needs())
 
-    def sigma(self, t: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    def sigma(self, t: PerRow) -> PerRow:
         """-log(1 - (1 - eps) t), in float64."""
         return -torch.log1p(-(1 - self.config.eps) * t.double())
 
-    def log_score(self, xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]) -> Float[Tensor, "B L V"]:
+    def log_score(self, xt: Tokens, t: PerRow) -> Logits:
         """log s = network - log(e^sigma - 1) - log(V - 1), and 0 at the current token; one network call."""
         logits = self.backbone.read(self.backbone(xt, t).h)
         scaled = logits - log_scale(self.sigma(t), self.space.size)[:, None, None].to(logits.dtype)
         return scaled.scatter(-1, xt[..., None], 0.0)
 
-    def forward(self, x0: Int[Tensor, "B L"], ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged apart."""
         generator = rng.stream("time", shared=True)
         t = stratified_times(len(x0), generator, low=self.config.t_low, rank=rng.rank, world=rng.world)
@@ -83,9 +80,7 @@ class SEDD(Method):
         total, recon = (value.mean() / self.space.length for value in (loss, recon))
         return Loss(total, {"loss": total, "recon": recon, "excess": total - recon}, valid, self.refusal())
 
-    def score_loss(
-        self, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]
-    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"], Bool[Tensor, ""] | None]:
+    def score_loss(self, x0: Tokens, xt: Tokens, t: PerRow) -> tuple[PerRow, PerRow, Bool[Tensor, ""] | None]:
         """The loss of each row in nats, its part (1 / t) * masked NLL of s / sum s, and `Scores.valid`."""
         masked = xt == self.space.mask_id
         total, target, valid = self.scores(self.backbone(xt, t).h, x0, masked)
@@ -103,7 +98,7 @@ class SEDD(Method):
         return ("nelbo",)
 
     @torch.no_grad()
-    def nll(self, x0: Int[Tensor, "B L"], likelihood: Likelihood, rng: Rng) -> Float[Tensor, " B"]:
+    def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
         """nelbo: the loss at t ~ U(0, 1], one draw per row, times stratified over the batch; nats per row.
 
         It bounds the NLL of the sampler's chain in the limit of many steps: from all masks at t = 1, symbols y appear
@@ -114,7 +109,7 @@ class SEDD(Method):
         the loss over [t_low, 1] is then G(1 - eps) - G((1 - eps) t_low), where G(0) = 0 and G(1) = H.
         """
         if likelihood.kind != "nelbo":
-            raise ConfigError([f"likelihood: sedd has nelbo only, the bound of its score entropy, not {likelihood}"])
+            raise ConfigError(f"likelihood: sedd has nelbo only, the bound of its score entropy, not {likelihood}")
         t = stratified_times(len(x0), rng.stream("time", shared=True), rank=rng.rank, world=rng.world)
         xt = mask_tokens(x0, 1 - t, self.space.mask_id, rng.stream("mask"))
         return self.score_loss(x0, xt, t)[0].double()
@@ -145,13 +140,13 @@ class SEDD(Method):
         return x
 
 
-def log_scale(sigma: Float[Tensor, " B"], size: int) -> Float[Tensor, " B"]:
+def log_scale(sigma: PerRow, size: int) -> PerRow:
     """log(e^sigma - 1) + log(V - 1), subtracted from the network's output, whose mean is then about 0."""
     return torch.log(torch.expm1(sigma)) + math.log(size - 1)
 
 
 def score_entropy(
-    log_total: Float[Tensor, "B L"], log_target: Float[Tensor, "B L"], sigma: Float[Tensor, " B"]
+    log_total: Float[Tensor, "B L"], log_target: Float[Tensor, "B L"], sigma: PerRow
 ) -> Float[Tensor, "B L"]:
     """sum_y s_y - r log s_x0 + r (log r - 1) of a masked position, r = 1 / (e^sigma - 1); y is any symbol but the mask.
 
@@ -168,14 +163,14 @@ def score_entropy(
 
 
 def tweedie_step(
-    log_s: Float[Tensor, "B L V"],
-    xt: Int[Tensor, "B L"],
+    log_s: Logits,
+    xt: Tokens,
     alpha_s: float,
     alpha_t: float,
     mask_id: int,
     reveal: torch.Generator,
     token: torch.Generator,
-) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+) -> tuple[Tokens, Positions]:
     """Draw x_s from the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y) with d = sigma_t - sigma_s.
 
     (e^d - 1) r is a = (alpha_s - alpha_t) / (1 - alpha_t), so a masked position is revealed with probability
@@ -184,7 +179,7 @@ def tweedie_step(
     """
     is_mask = torch.arange(log_s.shape[-1], device=log_s.device) == mask_id
 
-    def at(positions: Bool[Tensor, "B L"], value: Callable[[Tensor], Tensor]) -> Tensor:
+    def at(positions: Positions, value: Callable[[Tensor], Tensor]) -> Tensor:
         # Some positions at a time: in float64 all B * L * V numbers would be most of a step's work and memory.
         parts = log_s[positions].split(READ_AT_ONCE)
         return torch.cat([value(part.double().masked_fill(is_mask, NEG_INF)) for part in parts])

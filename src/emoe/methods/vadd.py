@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
@@ -23,7 +23,7 @@ from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng, derive_seed
 from emoe.routing.compare import SMALLEST_BETA
 from emoe.routing.latent import CHUNK, too_large
-from emoe.types import Mixture, Needs, Noised, TokenSpace
+from emoe.types import Mixture, Needs, Noised, Tokens, TokenSpace
 
 SAMPLES = 4_096  # latents drawn for the fully masked row where Z is too large for quadrature
 
@@ -86,8 +86,7 @@ class VADD(MaskedDiffusion):
     label, colour, has_latent = "VADD", "#f28e2b", True
 
     def __init__(self, config: VADDConfig, space: TokenSpace, backbone: BackboneConfig):
-        super().__init__(config, space, ramps={"kl_weight": config.kl_weight})
-        self.backbone = backbone.build(space, config.needs())
+        super().__init__(config, space, backbone, ramps={"kl_weight": config.kl_weight})
         self.encoder = backbone.build_encoder(space, config.needs())
         self.draws_components = config.latent not in NODES
 
@@ -131,7 +130,7 @@ class VADD(MaskedDiffusion):
 
     @torch.no_grad()
     def components(
-        self, xt: Int[Tensor, "B L"], t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
+        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
     ) -> Mixture:
         """Points of a trapezoid rule if Z <= 2, else `samples` equally weighted latents; all rows share them."""
         size, rows = self.config.latent, len(xt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from emoe.config import ConfigError, hint
@@ -30,23 +30,17 @@ def recipe(build: Callable[[], Experiment]) -> Callable[[], Experiment]:
     return build
 
 
-def register(origin: str, rows: Iterable[tuple[str, Experiment]]) -> None:
-    """Register experiments under their own names, with their descriptions."""
-    for doc, experiment in rows:
-        _add(experiment.name, Recipe(doc, lambda experiment=experiment: experiment, origin))  # type: ignore[misc]
-
-
-def alias(old: str, name: str) -> None:
-    """Keep an earlier name of a recipe for a release."""
-    _ALIASES[old] = name
+def register(origin: str, doc: str, experiment: Experiment, *, old: str | None = None) -> None:
+    """Register an experiment under its own name, and under an earlier one for a release."""
+    _add(experiment.name, Recipe(doc, lambda: experiment, origin))
+    if old is not None:
+        _ALIASES[old] = experiment.name
 
 
 def _add(name: str, new: Recipe) -> None:
     other = _RECIPES.get(name, new)
     if other.origin != new.origin:
-        raise ConfigError(
-            [f"recipe: {name!r} is both in {other.origin} and in {new.origin}; choose another name for one"]
-        )
+        raise ConfigError(f"recipe: {name!r} is in both {other.origin} and {new.origin}; choose another name for one")
     _RECIPES[name] = new
 
 
@@ -60,8 +54,7 @@ def all_recipes() -> dict[str, Recipe]:
 def get_recipe(name: str) -> Experiment:
     """Build the experiment of a recipe; earlier names work too."""
     recipes = all_recipes()
+    name = name if name in recipes else _ALIASES.get(name, name)
     if name not in recipes:
-        name = _ALIASES.get(name, name)
-    if name not in recipes:
-        raise ConfigError([f"recipe: {name!r} is not known{hint(name, list(recipes))}"])
+        raise ConfigError(f"recipe: {name!r} is not known{hint(name, list(recipes))}")
     return recipes[name].build()

@@ -14,7 +14,7 @@ from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Constant, Decay, Linear
-from emoe.recipes import alias, register
+from emoe.recipes import register
 from emoe.routing.compare import CompareConfig
 
 # t ~ U[1/L, 1]: below 1/L less than one of the L pixels is masked on average, and the weight 1/t stays below L.
@@ -25,21 +25,13 @@ USAGE_FLOOR = 1.0  # nats, of at most ln 4 = 1.39
 
 def _mnist(name: str, method: MethodConfig) -> Experiment:
     """The table of App. B.2; betas are those of the code its UNet comes from. Checkpoints in files of 16 MB at most."""
+    adam = OptimConfig(algorithm="adamw", lr=2e-4, betas=(0.9, 0.99), weight_decay=0.01, clip=1.0)
     return Experiment(
         name=name,
         domain=MNISTConfig(),
         backbone=UNetConfig(),
         method=method,
-        optim=OptimConfig(
-            algorithm="adamw",
-            lr=2e-4,
-            betas=(0.9, 0.99),
-            weight_decay=0.01,
-            clip=1.0,
-            warmup=5_000,
-            schedule="cosine",
-            floor=0.1,
-        ),
+        optim=replace(adam, warmup=5_000, schedule="cosine", floor=0.1),
         train=TrainConfig(steps=200_000, batch=64, ema=0.9999, precision="bf16", save_every=10_000, max_file_mb=16),
         eval=EvalConfig(nfe=(1, 2, 4, 5, 10, 20, 64), samples=10_000, batch=500),
     )
@@ -47,14 +39,13 @@ def _mnist(name: str, method: MethodConfig) -> Experiment:
 
 def _digits(name: str, method: MethodConfig) -> Experiment:
     """The same kind of network with 16 channels; 1,497 images, batch 64."""
+    adam = OptimConfig(algorithm="adamw", lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, clip=1.0)
     return Experiment(
         name=name,
         domain=DigitsConfig(),
         backbone=UNetConfig(channels=16, hidden=32, time_size=32, time_hidden=64),
         method=method,
-        optim=OptimConfig(
-            algorithm="adamw", lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, clip=1.0, warmup=50, floor=0.1
-        ),
+        optim=replace(adam, warmup=50, floor=0.1),
         train=TrainConfig(steps=2_600, batch=64, ema=0.995, precision="fp32", log_every=50, save_every=500),
         eval=EvalConfig(nfe=(1, 2, 4, 8, 16, 64), samples=1_000, batch=500),
     )
@@ -73,43 +64,42 @@ MNIST_FLOOR = replace(MNIST_EMOE, kl_time_power=ONE, balance=0.3, usage_floor=US
 DIGITS_EMOE = replace(MNIST_EMOE, t_low=DIGITS_T_LOW, relax_tau=Decay(rate=2e-3, floor=0.5), kl_time_power=ONE)
 # The best of few steps on small digits (docs/log.md). A position is one of the coarsest map, with all finer ones and
 # pixels in it; the last block is drawn, because convolutions follow it.
-DIGITS_VIMCO = EMoEConfig(
-    t_low=DIGITS_T_LOW,
-    experts=4,
+DIGITS_VIMCO = replace(
+    EMoEConfig(t_low=DIGITS_T_LOW, experts=4, kl_weight=HALF, kl_time_power=ONE, balance=0.3, usage_floor=USAGE_FLOOR),
     compare=CompareConfig(estimator="vimco", draws=4, credit="position"),
-    kl_weight=HALF,
-    kl_time_power=ONE,
-    balance=0.3,
-    usage_floor=USAGE_FLOOR,
 )
 
+register(__name__, "MDLM on binarised MNIST (App. B.2).", _mnist("mnist-mdlm", MDLMConfig(t_low=MNIST_T_LOW)))
 register(
     __name__,
-    [
-        ("MDLM on binarised MNIST (App. B.2).", _mnist("mnist-mdlm", MDLMConfig(t_low=MNIST_T_LOW))),
-        (
-            "VADD on binarised MNIST (App. B.2).",
-            _mnist("mnist-vadd", VADDConfig(t_low=MNIST_T_LOW, latent=64, kl_weight=QUARTER)),
-        ),
-        ("E-MoE on binarised MNIST (App. B.2).", _mnist("mnist-emoe", MNIST_EMOE)),
-        (
-            "E-MoE on binarised MNIST with w(t) on the KL too and a floor under the experts' usage.",
-            _mnist("mnist-emoe-floor", MNIST_FLOOR),
-        ),
-        ("MDLM on small digits; about a minute on two cores.", _digits("digits-mdlm", MDLMConfig(t_low=DIGITS_T_LOW))),
-        (
-            "VADD on small digits; below two minutes on two cores.",
-            _digits("digits-vadd", VADDConfig(t_low=DIGITS_T_LOW, latent=16, kl_weight=QUARTER)),
-        ),
-        (
-            "E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; about two minutes on two cores.",
-            _digits("digits-emoe", DIGITS_EMOE),
-        ),
-        (
-            "E-MoE on small digits, learned by VIMCO with 4 draws; three to five minutes on two cores.",
-            _digits("digits-emoe-vimco", DIGITS_VIMCO),
-        ),
-    ],
+    "VADD on binarised MNIST (App. B.2).",
+    _mnist("mnist-vadd", VADDConfig(t_low=MNIST_T_LOW, latent=64, kl_weight=QUARTER)),
 )
-alias("mnist-emoe-plus", "mnist-emoe-floor")
-alias("digits-emoe-plus", "digits-emoe-vimco")
+register(__name__, "E-MoE on binarised MNIST (App. B.2).", _mnist("mnist-emoe", MNIST_EMOE))
+register(
+    __name__,
+    "E-MoE on binarised MNIST with w(t) on the KL too and a floor under the experts' usage.",
+    _mnist("mnist-emoe-floor", MNIST_FLOOR),
+    old="mnist-emoe-plus",
+)
+register(
+    __name__,
+    "MDLM on small digits; about a minute on two cores.",
+    _digits("digits-mdlm", MDLMConfig(t_low=DIGITS_T_LOW)),
+)
+register(
+    __name__,
+    "VADD on small digits; below two minutes on two cores.",
+    _digits("digits-vadd", VADDConfig(t_low=DIGITS_T_LOW, latent=16, kl_weight=QUARTER)),
+)
+register(
+    __name__,
+    "E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; about two minutes on two cores.",
+    _digits("digits-emoe", DIGITS_EMOE),
+)
+register(
+    __name__,
+    "E-MoE on small digits, learned by VIMCO with 4 draws; three to five minutes on two cores.",
+    _digits("digits-emoe-vimco", DIGITS_VIMCO),
+    old="digits-emoe-plus",
+)

@@ -38,17 +38,8 @@ def _small(name: str, domain: DomainConfig, method: MethodConfig, nfe: tuple[int
 
 
 for key, (label, method) in METHODS.items():
-    register(
-        __name__,
-        [
-            # With seed 0 several of the 8 centres share a row, and even independent coordinates are often valid.
-            (
-                f"{label} of the demo: 8-modes, a small network.",
-                _small(f"demo-{key}", ToyConfig(density="8-modes"), method, (1, 2, 4, 8), seed=1),
-            ),
-            (
-                f"{label} on your own rows of integers: --domain.path data.npy (.npy, .npz or .csv).",
-                _small(f"rows-{key}", RowsConfig(path=""), method, (1, 2, 4, 8, 16, 32)),
-            ),
-        ],
-    )
+    # With seed 0 several of the 8 centres share a row, and even independent coordinates are often valid.
+    demo = _small(f"demo-{key}", ToyConfig(density="8-modes"), method, (1, 2, 4, 8), seed=1)
+    register(__name__, f"{label} of the demo: 8-modes, a small network.", demo)
+    rows = _small(f"rows-{key}", RowsConfig(path=""), method, (1, 2, 4, 8, 16, 32))
+    register(__name__, f"{label} on your own rows of integers: --domain.path data.npy (.npy, .npz or .csv).", rows)

@@ -22,7 +22,7 @@ from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.sedd import SEDDConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Decay, Linear
-from emoe.recipes import alias, register
+from emoe.recipes import register
 
 T_LOW = 1e-3  # t ~ U[0.001, 1], as in the code that the paper builds on
 TINY_T_LOW = 1 / 64
@@ -30,6 +30,7 @@ LENGTH, TINY_LENGTH = 128, 16  # tokens of a row
 CHUNK = 16_384  # positions whose logits are computed at once: 1 GB of them with 30,522 symbols
 SHARE = 0.55  # of positions with room for logits; masked are 0.500 +- 0.002 of 256 rows of 128 tokens
 NFE = (1, 2, 4, 8, 16, 32, 64, 128)
+ADAMW = OptimConfig(algorithm="adamw", betas=(0.9, 0.999), weight_decay=0.0, clip=1.0)
 
 Build = Callable[[str, MethodConfig, DiTConfig], Experiment]
 
@@ -46,15 +47,7 @@ def _lm1b(name: str, method: MethodConfig, backbone: DiTConfig) -> Experiment:
         domain=TextConfig(path="sets/lm1b"),
         backbone=backbone,
         method=_large_vocabulary(method),
-        optim=OptimConfig(
-            algorithm="adamw",
-            lr=3e-4,
-            betas=(0.9, 0.999),
-            weight_decay=0.0,
-            clip=1.0,
-            warmup=2_500,
-            schedule="constant",
-        ),
+        optim=replace(ADAMW, lr=3e-4, warmup=2_500, schedule="constant"),
         train=TrainConfig(steps=1_000_000, batch=512, ema=0.9999, precision="bf16", log_every=500, save_every=10_000),
         eval=EvalConfig(nfe=method.allowed_nfe(NFE, LENGTH), samples=2_000, batch=250),
     )
@@ -67,9 +60,7 @@ def _news(name: str, method: MethodConfig, backbone: DiTConfig) -> Experiment:
         domain=TextConfig(path="sets/news"),
         backbone=backbone,
         method=_large_vocabulary(method),
-        optim=OptimConfig(
-            algorithm="adamw", lr=6e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0, warmup=500, floor=0.1
-        ),
+        optim=replace(ADAMW, lr=6e-4, warmup=500, floor=0.1),
         train=TrainConfig(steps=7_500, batch=256, ema=0.999, precision="bf16", save_every=2_500),
         eval=EvalConfig(nfe=method.allowed_nfe(NFE, LENGTH), samples=1_000, batch=250),
     )
@@ -111,11 +102,9 @@ def _family(
         ("SEDD, with the time as an input,", "sedd", SEDDConfig(t_low=t_low), timed),
         (f"BD3-LM with blocks of {block} tokens", "bd3lm", BD3LMConfig(t_low=t_low, block=block), backbone),
     ]
-    register(
-        __name__,
-        [(f"{doc} on {where}.", build(f"{prefix}-{key}", method, network)) for doc, key, method, network in rows],
-    )
-    alias(f"{prefix}-emoe-plus", f"{prefix}-emoe-free-nats")
+    for doc, key, method, network in rows:
+        old = f"{prefix}-emoe-plus" if key == "emoe-free-nats" else None
+        register(__name__, f"{doc} on {where}.", build(f"{prefix}-{key}", method, network), old=old)
 
 
 def _free_nats(emoe: EMoEConfig, floor: float, nats: float, every: int) -> EMoEConfig:
@@ -125,14 +114,8 @@ def _free_nats(emoe: EMoEConfig, floor: float, nats: float, every: int) -> EMoEC
     usage is below `floor` nats; and the weight of a time comes to the KL over training, which lowers what a sampler of
     several calls pays for its routes (docs/decisions/0026-every-second-block.md).
     """
-    return replace(
-        emoe,
-        balance=0.3,
-        usage_floor=floor,
-        free_nats=nats,
-        free_every=every,
-        kl_time_power=Linear(start=0.0, end=1.0),
-    )
+    growing = Linear(start=0.0, end=1.0)
+    return replace(emoe, balance=0.3, usage_floor=floor, free_nats=nats, free_every=every, kl_time_power=growing)
 
 
 # Floors in nats, of at most ln 8 = 2.08 and ln 4 = 1.39. Free nats per row: 0.02 per token of 128 in every second

@@ -14,11 +14,10 @@ from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.recipes import alias, register
+from emoe.recipes import register
 from emoe.routing.compare import CompareConfig
 
 T_LOW = 1 / 64
-DOC = "{} on rows of tied symbols, pairs of length 16 unless changed."
 
 
 def _ties(name: str, method: MethodConfig) -> Experiment:
@@ -41,16 +40,15 @@ WAKE_SLEEP = EMoEConfig(
     usage_floor=1.5,
 )
 
+for label, name, method in (
+    ("MDLM", "ties-mdlm", MDLMConfig(t_low=T_LOW)),
+    ("VADD", "ties-vadd", VADDConfig(t_low=T_LOW)),
+    ("E-MoE", "ties-emoe", EMoEConfig(t_low=T_LOW)),
+):
+    register(__name__, f"{label} on rows of tied symbols, pairs of length 16 unless changed.", _ties(name, method))
 register(
     __name__,
-    [
-        (DOC.format("MDLM"), _ties("ties-mdlm", MDLMConfig(t_low=T_LOW))),
-        (DOC.format("VADD"), _ties("ties-vadd", VADDConfig(t_low=T_LOW))),
-        (DOC.format("E-MoE"), _ties("ties-emoe", EMoEConfig(t_low=T_LOW))),
-        (
-            "E-MoE on rows of tied symbols, learned by wake-sleep with routes in turn (docs/learning-the-latent.md).",
-            _ties("ties-emoe-wake-sleep", WAKE_SLEEP),
-        ),
-    ],
+    "E-MoE on rows of tied symbols, learned by wake-sleep with routes in turn (docs/learning-the-latent.md).",
+    _ties("ties-emoe-wake-sleep", WAKE_SLEEP),
+    old="ties-emoe-plus",
 )
-alias("ties-emoe-plus", "ties-emoe-wake-sleep")

@@ -51,7 +51,8 @@ def _held_out(part: Results, title: str) -> Table:
     }
     columns: list[Column] = [(part.label(method), Number(where={"method": method})) for method in methods]
     sentences = []
-    for plain, plus in ((name, f"{name}-plus") for name in methods if f"{name}-plus" in methods):
+    pairs = [(plain, other) for plain in methods for other in methods if other.startswith(f"{plain}-")]
+    for plain, plus in pairs:
         first, second = part.label(plain), part.label(plus)
         columns.append((f"{second} − {first}", functools.partial(_difference, plain, plus)))
         counts: dict[str, list[bool]] = {}
@@ -127,9 +128,10 @@ def information_tables(results: Results) -> list[Table]:
 
     def label(recipe: str) -> str:
         name, changes = parse(recipe)
-        if name != "ties-emoe-plus":
+        if name not in ("ties-emoe-plus", "ties-emoe-wake-sleep"):
             return "the paper's reading"
-        return f"E-MoE+, {'all positions carry' if 'method.carriers' in changes else 'positions code in turn'}"
+        everywhere = changes.keys() & {"method.carriers", "method.compare.in-turn"}
+        return f"E-MoE+, {'all positions carry' if everywhere else 'positions code in turn'}"
 
     def nats(line: Line) -> list[float]:
         blocks: dict[str, float] = {}

@@ -13,11 +13,16 @@ from emoe.reporting.recipes import all_with, as_typed, common, parse
 from emoe.reporting.results import Results, Row
 from emoe.reporting.table import Table, TableSpec, build, comma, note
 
-# Models of the study: name -> recipe and what is changed in it.
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+Models = dict[str, tuple[str, dict[str, str]]]  # name -> recipe and changed fields
+VARIANTS: Models = {
     "mdlm": ("ties-mdlm", {}),
     "vadd": ("ties-vadd", {}),
     "paper": ("ties-emoe", {}),
+    "plus": ("ties-emoe-wake-sleep", {}),
+    "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
+    "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
+}
+EARLIER: Models = {  # the same under the names and fields of schema 1, as recorded
     "plus": ("ties-emoe-plus", {}),
     "wake-sleep-row": ("ties-emoe-plus", {"method.credit": "row"}),
     "all-carry": ("ties-emoe-plus", {"method.carriers": "all"}),
@@ -52,9 +57,8 @@ def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
     """The variant behind a recipe's name, and further changes but those of data and depth."""
     name, changes = parse(recipe)
     left = {field: value for field, value in changes.items() if field not in FIELDS}
-    fitting = [
-        (variant, own) for variant, (base, own) in VARIANTS.items() if base == name and own.items() <= left.items()
-    ]
+    known = [*VARIANTS.items(), *EARLIER.items()]
+    fitting = [(variant, own) for variant, (base, own) in known if base == name and own.items() <= left.items()]
     variant, own = max(fitting, default=(name, {}), key=lambda fit: len(fit[1]))
     return variant, {field: value for field, value in left.items() if field not in own}
 
@@ -87,7 +91,7 @@ def by_variant(results: Results) -> dict[tuple[TieSetting, str], list[Row]]:
 
 def ordered_variants(labels: Iterable[str]) -> list[str]:
     """Labels in the order of `VARIANTS`, those with further changes after their own variant."""
-    order = list(VARIANTS)
+    order = list(VARIANTS | EARLIER)
 
     def key(label: str) -> tuple[int, str]:
         first = label.partition(" ")[0]
@@ -142,7 +146,9 @@ def _dead_experts(line: Line) -> str:
 
 def _tables(name: str, results: Results, spec: TableSpec) -> list[Table]:
     labels = dict.fromkeys(line.labels[-1].partition(" ")[0] for line in spec.lines if line.labels[-1] != "chance")
-    recipes = {label: VARIANTS.get(label, (label, {})) for label in labels}
+    measured = {parse(row.recipe).name for row in results.models.rows}
+    known = {label: one for models in (EARLIER, VARIANTS) for label, one in models.items() if one[0] in measured}
+    recipes = {label: known.get(label, (label, {})) for label in labels}
     words = (f"{label} is `{f'{recipe} {as_typed(own)}'.strip()}`" for label, (recipe, own) in recipes.items())
     values = {"variants": comma(words), "numbers": comma(results.seeds), "shared": all_with(common_changes(results))}
     return build(dataclasses.replace(spec, note=note(name, results, **values)))

@@ -25,7 +25,7 @@ from emoe.diffusion.masking import log_chosen, subs
 from emoe.rng import Rng
 from emoe.routing.latent import RouteLatent, routing_entropy
 from emoe.routing.routes import both_halves, draw, each_expert, recorded
-from emoe.types import Gate, Noised, Route
+from emoe.types import Gate, Noised, PerRow, Route, RouterLogits
 
 Draws = Float[Tensor, "B K G"]
 Beta = Float[Tensor, "..."] | float
@@ -63,7 +63,7 @@ def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
     return torch.softmax((f / torch.as_tensor(beta).clamp(min=SMALLEST_BETA) + r - s).detach(), dim=1)
 
 
-def wake_sleep(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
+def wake_sleep(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
     """Reweighted wake-sleep (Bornschein & Bengio 2015): -sum_k w_k (f_k + beta r_k + s_k), summed over groups.
 
     Network and prior follow the gradient of beta log sum_z p(z) exp(f / beta) (the log-likelihood itself for
@@ -72,7 +72,7 @@ def wake_sleep(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
     return -(wake_sleep_weights(f, r, s, beta) * (f + beta * r + s)).sum((1, 2))
 
 
-def vimco(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
+def vimco(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
     """VIMCO (Mnih & Rezende 2016): for independent draws unbiased for -beta log 1/K sum_k exp(f_k / beta + r_k - s_k).
 
     The learning signal of draw k is the bound minus the bound with draw k replaced by the mean of the others.
@@ -88,7 +88,7 @@ def vimco(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
     return -(beta * ((signal * s).sum(1, keepdim=True) + bound)).sum((1, 2))
 
 
-def leave_one_out(f: Draws, r: Draws, s: Draws, beta: Beta) -> Float[Tensor, " B"]:
+def leave_one_out(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
     """Score function with the mean of the other draws as baseline: unbiased for -E_q[f + beta (r - s)]."""
     value = (f + beta * (r - s)).detach()
     others = (value.sum(1, keepdim=True) - value) / (value.shape[1] - 1)
@@ -111,9 +111,9 @@ class Comparison(NamedTuple):
 
     log_token: Float[Tensor, "N L"]
     latent: ComparedLatent
-    loss: Float[Tensor, " B"]  # recon + beta * KL, with the gradient of the estimator
-    recon: Float[Tensor, " B"]
-    kl: Float[Tensor, " B"]
+    loss: PerRow  # recon + beta * KL, with the gradient of the estimator
+    recon: PerRow
+    kl: PerRow
     effective_draws: Float[Tensor, ""]
     valid: Bool[Tensor, ""] | None
 
@@ -187,7 +187,7 @@ def takes_turn(block: int, turns: int, positions: int, device: torch.device) -> 
 def paired_in_turn(inner: Route, blocks: int, turns: int) -> Route:
     """`routes.paired`, where positions whose turn it is not draw by the router of the noisy half."""
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         half = len(logits) // 2
         chosen = logits[:half]
         if turns:
@@ -227,9 +227,9 @@ def check_sum_last(backbone: Any, kind: str) -> None:
         ConfigError: It cannot.
     """
     if backbone.routed_blocks < 2:
-        raise ConfigError(["compare.sum_last: a network of one routed block has nothing left to draw; use false"])
+        raise ConfigError("compare.sum_last: a network of one routed block has nothing left to draw; use false")
     if not backbone.local_last_block:
-        raise ConfigError([f"compare.sum_last: routes in the last block of a {kind} move other positions; use false"])
+        raise ConfigError(f"compare.sum_last: routes in the last block of a {kind} move other positions; use false")
 
 
 def log_of_last(latent: RouteLatent) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from emoe.config import ConfigError
 from emoe.diffusion.categorical import categorical_kl
 from emoe.diffusion.masking import NEG_INF
 from emoe.kernels import compiled
-from emoe.types import Gate, Mixture, Route
+from emoe.types import Gate, Mixture, Route, RouterLogits, Tokens
 
 COLLAPSED_USAGE, COLLAPSED_KL = 0.1, 1e-4  # nats: entropy of usage, and route KL per position, below which it is dead
 CHUNK = {"cpu": 256, "cuda": 16_384}  # rows per network call when routes are enumerated
@@ -120,7 +120,7 @@ def usage_shortfall(chance: Float[Tensor, "*D E"], floor: float) -> Float[Tensor
     return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1))
 
 
-def routing_entropy(logits: Float[Tensor, "B P E"]) -> Float[Tensor, ""]:
+def routing_entropy(logits: RouterLogits) -> Float[Tensor, ""]:
     """Mean entropy of the router's distribution over positions, in nats (0: certain, log E: indifferent)."""
     log_rho = torch.log_softmax(logits, -1)
     return -(log_rho.exp() * log_rho).sum(-1).mean()
@@ -151,7 +151,7 @@ def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
 @torch.no_grad()
 def enumerate_routes(
     network: Callable[[Int[Tensor, "N L"], Route], tuple[Float[Tensor, "N E L V"], tuple[Tensor, ...]]],
-    xt: Int[Tensor, "B L"],
+    xt: Tokens,
     *,
     experts: int,
     blocks: int,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emoe.diffusion.categorical import gumbel
 from emoe.kernels import compiled
-from emoe.types import Gate, Route
+from emoe.types import Gate, Route, RouterLogits
 
 
 def draw(generator: torch.Generator, relax_tau: Tensor | float, *, top_k: int = 2, draws: int = 1) -> Route:
@@ -27,7 +27,7 @@ def draw(generator: torch.Generator, relax_tau: Tensor | float, *, top_k: int = 
     rows.
     """
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         repeat = draws if block == 0 else 1
         logits = logits.repeat_interleave(repeat, dim=0) if repeat > 1 else logits
         noise = gumbel(tuple(logits.shape), generator)
@@ -41,7 +41,7 @@ def draw(generator: torch.Generator, relax_tau: Tensor | float, *, top_k: int = 
 
 @compiled
 def _relaxed(
-    logits: Float[Tensor, "B P E"], noise: Float[Tensor, "B P E"], tau: Tensor | float, count: int
+    logits: RouterLogits, noise: RouterLogits, tau: Tensor | float, count: int
 ) -> tuple[Int[Tensor, "B P k"], Float[Tensor, "B P k"]]:
     """The first `count` experts by relaxed weight; weights (1, 0, ..., 0) with renormalised gradients (Eq. 10-11)."""
     perturbed = logits + noise.to(logits.dtype)
@@ -67,7 +67,7 @@ def largest(scores: Float[Tensor, "*N E"], count: int) -> Int[Tensor, "*N k"]:
 def recorded(inner: Route, gates: list[Gate]) -> Route:
     """`inner`, whose gates are appended to a list."""
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         gates.append(inner(block, logits))
         return gates[-1]
 
@@ -77,7 +77,7 @@ def recorded(inner: Route, gates: list[Gate]) -> Route:
 def replay(gates: Sequence[Gate]) -> Route:
     """The gates of an earlier pass (the noisy pass of Algo. 1 runs the posterior's z)."""
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         return gates[block]
 
     return policy
@@ -90,7 +90,7 @@ def paired(inner: Route, blocks: int) -> Route:
     after its last router.
     """
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         half = len(logits) // 2
         return both_halves(inner(block, logits[:half]), half, last=block == blocks - 1)
 
@@ -107,7 +107,7 @@ def both_halves(gate: Gate, half: int, *, last: bool) -> Gate:
 def each_expert(inner: Route, last: int) -> Route:
     """`inner` in the blocks before `last`; there every expert runs, as E draws of each row in order."""
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         if block < last:
             return inner(block, logits)
         rows, positions, experts = logits.shape
@@ -125,7 +125,7 @@ def sharpened(generator: torch.Generator, route_tau: float) -> Route:
     if route_tau == 0:
         return greedy()
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         noise = gumbel(tuple(logits.shape), generator)
         return _hard(torch.log_softmax(logits.double(), -1) / route_tau + noise, logits)
 
@@ -135,12 +135,12 @@ def sharpened(generator: torch.Generator, route_tau: float) -> Route:
 def greedy() -> Route:
     """Always the most probable expert: the mixture collapses to one factorised step (App. C.3)."""
 
-    def policy(block: int, logits: Float[Tensor, "B P E"]) -> Gate:
+    def policy(block: int, logits: RouterLogits) -> Gate:
         return _hard(logits, logits)
 
     return policy
 
 
-def _hard(scores: Float[Tensor, "B P E"], logits: Float[Tensor, "B P E"]) -> Gate:
+def _hard(scores: RouterLogits, logits: RouterLogits) -> Gate:
     expert = scores.argmax(-1, keepdim=True)
     return Gate(expert, torch.ones_like(expert, dtype=logits.dtype))

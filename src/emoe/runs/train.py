@@ -21,10 +21,10 @@ from emoe.engine import checkpoint
 from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopOnSignal
 from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
-from emoe.engine.rundir import RunLock
+from emoe.engine.rundir import run_lock
 from emoe.engine.signals import StopSignal
 from emoe.experiment import Experiment, customise
-from emoe.overrides import differences, neutral_fields
+from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
@@ -92,7 +92,7 @@ def train(
         world.check_same(everything, problem)
 
         def claim() -> None:
-            stack.enter_context(RunLock(path))  # held until the training has ended
+            stack.enter_context(run_lock(path))  # held until the training has ended
             _claim(path, experiment, resume, data, parts)
 
         world.lead(claim)
@@ -164,12 +164,8 @@ def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: i
         raise ConfigError([f"run: {path} has checkpoints but no experiment.json; choose another folder"])
     if used:
         old = Experiment.load(saved)
-        free = neutral_fields(old) | neutral_fields(experiment)  # these change nothing of what is trained
-        frozen = [
-            f"  {field}: {change}"
-            for field, change in differences(old, experiment).items()
-            if field not in free and not field.startswith("eval.")
-        ]
+        changes = differences(old, experiment).items()
+        frozen = [f"  {field}: {change}" for field, change in changes if not field.startswith("eval.")]
         if frozen:
             first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
             raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])

@@ -1,148 +1,110 @@
-"""How the named likelihoods differ: objective, bound@T, iw@T,K and exact NLL against T; and two equal bits."""
+"""Named likelihoods against the exact NLL: objective, bound@T and iw@T,K of the demo's models."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from emoe.cli import Parser
-from emoe.commands import split_settings
-from emoe.config import ConfigError
-from emoe.console import Tick, meter
 from emoe.domains.toy import Toy
-from emoe.evaluation.evaluate import make_row
-from emoe.evaluation.exact_toy import law_work, laws
-from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, passes
-from emoe.exact import exact_nll
+from emoe.evaluation.likelihood import held_out_rows
+from emoe.evaluation.measure import row
+from emoe.exact.laws import exact_laws, exact_nll
 from emoe.experiment import customise
-from emoe.methods.base import MaskedDiffusion
+from emoe.figures.base import save
+from emoe.figures.curves import Curve, Panel, draw
 from emoe.recipes import get_recipe
+from emoe.reporting.likelihood import likelihood_tables
+from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, methods_of
-from emoe.rng import derive_seed
-from emoe.runs import Run
-from emoe.studies.base import make_study
-from emoe.studies.two_bits import WORK, two_bits_rows
-from emoe.types import Convention, Measurement
+from emoe.studies import options
+from emoe.studies.demo import EXPERIMENTS
+from emoe.studies.options import flag, hidden
+from emoe.studies.pipeline import Study, write_figure
+from emoe.studies.stages import Stage, Trained, likelihood_stage, recorded
+from emoe.types import Measurement
 
-EXPERIMENTS = ("demo-emoe", "demo-vadd", "demo-mdlm")
-STEPS = (1, 2, 4, 8, 16)
-DRAWS = 16
-ROWS = 8_000
-PARTS = ("models", "two-bits")
+STEPS, DRAWS, ROWS = (1, 2, 4, 8, 16), 16, 8_000
+BOUNDS = {"bound@T": "bound@{}", f"iw@T,{DRAWS}": f"iw@{{}},{DRAWS}"}  # labels and names
 
 
-def main(words: list[str]) -> int:
-    """`emoe reproduce likelihood`."""
-    rest, settings = split_settings(words)
-    parser = Parser(
-        prog="emoe reproduce likelihood",
-        description="Train the demo's three models (minutes on 2 CPU cores) and compare every named likelihood with "
-        "the exact NLL of the T-step sampler on the same held-out rows; and minimise the objective for two equal bits, "
-        "where it falls below their entropy. Writes likelihood.json and a figure.",
-    )
-    parser.add_argument("--only", help="one part alone: models, or two-bits (half a minute)")
-    parser.add_argument(
-        "--runs", default="runs/demo", help="where run folders go (default runs/demo: reuses the demo's)"
-    )
-    parser.add_argument("--results", default="results", help="folder of likelihood.json and figures (default results)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    args = parser.parse_args(rest)
-    if args.only not in (None, *PARTS):
-        raise ConfigError([f"only: {args.only!r} is not known; allowed: {', '.join(PARTS)}"])
-    folder = Path(args.results)
-    study = make_study(
-        "reproduce likelihood", words, folder=Path(args.runs), results=folder / "likelihood.json", device=args.device,
-        quiet=args.quiet,
-    )  # fmt: skip
-    written = [folder / "likelihood.json"]
-    if args.only != "models":
-        with meter(WORK, "two equal bits", quiet=args.quiet) as tick:
-            study.add(two_bits_rows(tick))
-    if args.only != "two-bits":
-        study.run([customise(get_recipe(name), settings) for name in EXPERIMENTS])
-        for run in study.runs:
-            total = sum(passes(Convention.parse(name)) for name in _names(run)) + law_work(run.method, STEPS)
-            with meter(total, f"likelihoods of {run.experiment.name}", quiet=args.quiet) as tick:
-                study.add(likelihood_rows(run, tick))
-        results = Results.load(folder / "likelihood.json").only(metric=("nll", "coordination_gain"))
-        results.save(folder / "likelihood.json")
-        written.append(folder / "figures" / "likelihood.png")
-        written[-1].parent.mkdir(parents=True, exist_ok=True)
-        figure(results.only(task="toy"), written[-1])
-    study.note(f"written: {', '.join(map(str, written))}")
-    return 0
+@dataclass(frozen=True, kw_only=True)
+class Options(options.Options):
+    """Options of the study of likelihoods."""
+
+    study: str = hidden("likelihood")
+    runs: Path | None = flag(Path("runs/demo"), "folder of the run folders; that of the demo", recorded=False)
 
 
-def _names(run: Run) -> list[str]:
-    """The named likelihoods of a run."""
-    names = ["objective", *([] if getattr(run.method, "has_latent", False) else ["nelbo"])]
-    return names + [name for steps in STEPS for name in (f"bound@{steps}", f"iw@{steps},{DRAWS}")]
+def run(options: Options) -> int:
+    """Train the demo's models and compare every named likelihood with the exact NLL of the T-step sampler."""
+    experiments = [customise(get_recipe(name), options.settings) for name in EXPERIMENTS]
+    return Study(options, experiments, _stages, _truth, functools.partial(_write, options)).run()
 
 
-def likelihood_rows(run: Run, tick: Tick | None = None) -> list[Row]:
-    """All named likelihoods of a toy run and the exact NLL, on the same held-out rows; and the data's entropy."""
-    toy, method = run.domain, run.method
-    assert isinstance(toy, Toy) and isinstance(method, MaskedDiffusion)
-    held_out = toy.fresh(ROWS, derive_seed(run.experiment.seed, "held out"))
-
-    def row(item: Measurement, convention: str, nfe: int | None = None, kind: str | None = None) -> Row:
-        return make_row(item, toy, run.experiment, nfe=nfe, convention=convention, method=kind)
-
-    cells = toy.cell_probabilities()
-    truth = Measurement("nll", exact_nll(cells, held_out).mean().item(), None, ROWS)
-    rows = [row(truth, "exact", kind="data")]
-    for name in _names(run):
-        nll = estimate_nll(method, held_out, Convention.parse(name), seed=run.experiment.seed, tick=tick)
-        rows.append(row(nll, name))
-        if name == "bound@1" and method.has_latent:
-            best = factorised_nll(toy.rows, held_out, toy.space.size)
-            rows.append(row(coordination_gain(nll, best, toy.space.length), name))
-    return rows + [row(item, "exact", steps) for steps, item in exact_nlls(method, held_out, tick).items()]
+def _stages(trained: Trained) -> list[Stage]:
+    names = ["objective", *["nelbo"] * (not trained.method.has_latent)]
+    names += [name.format(steps) for steps in STEPS for name in BOUNDS.values()]
+    return [*(likelihood_stage(trained, name, ROWS, lambda nll, length: [nll]) for name in names), _exact(trained)]
 
 
-def exact_nlls(method: MaskedDiffusion, rows: Int[Tensor, "n L"], tick: Tick | None = None) -> dict[int, Measurement]:
-    """Mean exact NLL of rows for each T; where latents have to be drawn, with the standard error of four laws."""
-    found = {}
-    for steps, several in laws(method, STEPS, tick=tick).items():
-        each = torch.stack([exact_nll(law, rows).mean() for law in several])
-        error = each.std().item() / math.sqrt(len(each)) if len(each) > 1 else None
-        found[steps] = Measurement("nll", exact_nll(several.mean(0), rows).mean().item(), error, len(rows))
-    return found
+def _exact(trained: Trained) -> Stage:
+    """Mean exact NLL of the rows for each T; where latents have to be drawn, with the standard error of four laws."""
+
+    def run() -> list[Row]:
+        rows = held_out_rows(trained.domain, ROWS, trained.experiment.seed)
+        items = {}
+        for steps, laws in exact_laws(trained.run.method, STEPS).items():
+            each = torch.stack([exact_nll(law, rows).mean() for law in laws])
+            error = each.std().item() / math.sqrt(len(each)) if len(each) > 1 else None
+            items[steps] = Measurement("nll", exact_nll(laws.mean(0), rows).mean().item(), error, len(rows))
+        return [trained.row(item, nfe=steps, convention="exact") for steps, item in items.items()]
+
+    return Stage("exact NLL", lambda results: trained.recorded(results, nfe=max(STEPS), convention="exact"), run)
 
 
-def figure(results: Results, path: Path) -> None:
-    """One panel per method: bounds and exact NLL against T, objective and data entropy as levels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _truth(runs: Sequence[Trained]) -> list[Stage]:
+    """The NLL of the rows under the law of the data."""
 
-    def value(**filters: Any) -> float:
-        return float(results.select(metric="nll", **filters)[0].value)
+    def run() -> list[Row]:
+        toy, experiment = runs[0].domain, runs[0].experiment
+        assert isinstance(toy, Toy)
+        nll = exact_nll(toy.cell_probabilities(), held_out_rows(toy, ROWS, experiment.seed)).mean().item()
+        return [row(Measurement("nll", nll, None, ROWS), toy, experiment, nfe=None, method="data", convention="exact")]
 
-    kinds = methods_of(results.only(metric="nll").models.rows)
-    picture = Figure(figsize=(3.3 * len(kinds), 3.0), layout="constrained")
-    FigureCanvasAgg(picture)
-    panels = picture.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
-    for panel, kind in zip(panels, kinds, strict=True):
-        lines = {
-            "bound@T": [value(method=kind, convention=f"bound@{t}") for t in STEPS],
-            f"iw@T,{DRAWS}": [value(method=kind, convention=f"iw@{t},{DRAWS}") for t in STEPS],
-            "exact NLL of the T-step sampler": [value(method=kind, convention="exact", nfe=t) for t in STEPS],
-        }
-        for (name, values), style in zip(lines.items(), ("o-", "s--", "k^-"), strict=True):
-            panel.plot(STEPS, values, style, label=name, markersize=4, linewidth=1.2)
-        panel.axhline(value(method=kind, convention="objective"), color="tab:red", linestyle=":", label="objective")
-        panel.axhline(value(method="data"), color="0.5", linewidth=1, label="the data's own law")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
-        panel.set(title=results.label(kind), xlabel="steps T", xticks=STEPS, xticklabels=[str(t) for t in STEPS])
-    panels[0].set(ylabel="nats per row", yticks=(2, 4, 8, 16, 32), yticklabels=("2", "4", "8", "16", "32"))
-    picture.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
-    )
-    picture.savefig(path, dpi=120)
+    return [Stage("the data", lambda results: recorded(results, method="data", task="toy"), run)] * bool(runs)
+
+
+def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
+    """The figure, and the table on the terminal."""
+    for table in likelihood_tables(results):
+        print_table(table)
+    nll = results.only(task="toy", metric="nll")
+
+    def figure(path: Path) -> None:
+        save(draw([[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6), path)
+
+    sources = [options.results / "likelihood.json"] if nll.models.rows else []
+    return write_figure(options.results / "figures" / "likelihood.png", sources, figure)
+
+
+def _panel(results: Results, method: str) -> Panel:
+    """Bounds and exact NLL against T, with the objective and the data's own law as levels."""
+    rows = results.select(method=method)
+    named = {row.convention: row.value for row in rows}
+    curves = {
+        label: Curve(
+            [(steps, named[name.format(steps)]) for steps in STEPS if name.format(steps) in named], style=style
+        )
+        for (label, name), style in zip(BOUNDS.items(), ("-", "--"), strict=True)
+    }
+    exact = sorted((row.nfe, row.value) for row in rows if row.convention == "exact" and row.nfe is not None)
+    curves["exact NLL of the T-step sampler"] = Curve(exact, colour="black")
+    levels = {"objective": named["objective"]} if "objective" in named else {}
+    truth = [row.value for row in results.select(method="data")]
+    levels |= {"the data's own law": truth[0]} if truth else {}
+    return Panel(results.label(method), curves, xlabel="steps T", ylabel="nats per row", log_y=True, levels=levels)

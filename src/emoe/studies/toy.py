@@ -3,138 +3,140 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from emoe.cli import Parser
-from emoe.commands import parse_numbers, split_settings
-from emoe.config import ConfigError
-from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
-from emoe.domains.toy.figures import grid_picture
-from emoe.domains.toy.metrics import ideal_factorised, validity_of_law
-from emoe.evaluation.evaluate import make_row
-from emoe.evaluation.exact_toy import exact_rows
-from emoe.experiment import customise
-from emoe.recipes import get_recipe
+from emoe.domains.toy.densities import ideal_factorised, validity_of_law
+from emoe.evaluation.measure import row
+from emoe.figures.base import save
+from emoe.figures.panels import histogram_grid
 from emoe.reporting.grid import sampled
 from emoe.reporting.render import print_metrics
-from emoe.reporting.results import Results, Row, method_rank
+from emoe.reporting.results import Results, Row
 from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
-from emoe.studies.base import Pools, Study, make_study
+from emoe.studies import options
+from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
+from emoe.studies.pipeline import Study, write_figure, write_page
+from emoe.studies.pools import PoolKey
+from emoe.studies.stages import Stage, Trained, exact_stage, pool_stage, recorded, time_stage
 from emoe.types import Measurement
 
 DENSITIES = {"8-modes": "toy-8modes", "swiss-roll": "toy-swissroll"}
-SWEEP = (1, 2, 8, 32)
+SHOWN_NFE = (1, 2, 8, 32)
+TRUTH = 20_000  # rows of ground truth in figures
+Grid = dict[str, dict[str, Tensor]]
 
 
-def main(words: list[str]) -> int:
-    """`emoe reproduce toy`."""
-    rest, settings = split_settings(words)
-    parser = Parser(
-        prog="emoe reproduce toy",
-        description="Train MDLM, VADD and E-MoE on both toy densities with 3 seeds at the paper's budget (18 runs of "
-        "24,000 steps: minutes on a data-centre GPU, about half a day on 2 CPU cores), measure validity and overlap "
-        "per NFE, and write results, tables and figures. Killed, it continues with the same command. Fields of all "
-        "recipes can be overridden, for instance --train.steps 500 for a try.",
-    )
-    parser.add_argument("--seeds", default="0,1,2", help="seeds (default 0,1,2)")
-    parser.add_argument("--methods", default="mdlm,vadd,emoe", help="methods, ends of recipes (default mdlm,vadd,emoe)")
-    parser.add_argument("--densities", default=",".join(DENSITIES), help="densities (default: both)")
-    parser.add_argument("--runs", default="runs/toy", help="where run folders go (default runs/toy)")
-    parser.add_argument("--results", default="results", help="folder of toy.json, toy.md and figures (default results)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--exact", action="store_true", help="also record the exact law's measures (convention exact)")
-    parser.add_argument("--jobs", default="0", help="runs trained at once; 0 = 6 on a GPU, one for each core on a CPU")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    args = parser.parse_args(rest)
-    (jobs,) = parse_numbers("jobs", args.jobs, low=0, high=64)
-    seeds = parse_numbers("seeds", args.seeds, low=0)
+@dataclass(frozen=True, kw_only=True)
+class Options(options.Options):
+    """Options of the toy study."""
+
+    study: str = hidden("toy")
+    seeds: tuple[int, ...] = seeds_flag(0, 1, 2)
+    methods: tuple[str, ...] = flag(("mdlm", "vadd", "emoe"), "methods, ends of recipes toy-8modes-*")
+    densities: tuple[str, ...] = flag(tuple(DENSITIES), "densities", allowed=tuple(DENSITIES))
+    exact: bool = flag(False, "also record measures of the exact laws (convention exact)")
+
+
+def run(options: Options) -> int:
+    """Train methods on toy densities, measure validity and overlap over NFE, write tables and figures."""
     experiments = [
-        customise(get_recipe(f"{_prefix(density)}-{method}"), {**settings, "seed": str(seed)})
-        for seed in seeds
-        for density in args.densities.split(",")
-        for method in args.methods.split(",")
+        experiment
+        for seed in options.seeds
+        for density in options.densities
+        for experiment in recipe_experiments(DENSITIES[density], options.methods, [seed], options.settings)
     ]
-    folder = Path(args.results)
-    study = make_study(
-        "reproduce toy", words, folder=Path(args.runs), results=folder / "toy.json", device=args.device,
-        quiet=args.quiet, jobs=jobs,
-    )  # fmt: skip
-    if args.exact:
-        study.more = lambda run: exact_rows(run.method, run.domain, run.experiment, run.experiment.eval.nfe)
-    study.run(experiments)
-    results = study.add(reference_rows(study))
-    (folder / "toy.md").write_text(toy_page(results), encoding="utf-8")
-    shown = {run.domain.name: run.domain for run in study.runs if run.experiment.seed == seeds[0]}
-    figures(results, study.pools, shown, seeds[0], folder / "figures")
-    print_metrics(sampled(results), "toy", METRICS)
-    print_gaps(results)
-    study.note(f"written: {folder / 'toy.json'}, {folder / 'toy.md'}, {folder / 'figures'}")
-    return 0
+
+    def stages(trained: Trained) -> list[Stage]:
+        return [*sample_stages(trained), *([exact_stage(trained)] if options.exact else [])]
+
+    return Study(options, experiments, stages, reference_stages, functools.partial(_write, options)).run()
 
 
-def _prefix(density: str) -> str:
-    if density not in DENSITIES:
-        raise ConfigError([f"densities: {density!r} is not known; allowed: {', '.join(DENSITIES)}"])
-    return DENSITIES[density]
+def sample_stages(trained: Trained) -> list[Stage]:
+    """Times and samples of a toy model, all of which are kept for figures."""
+    config = trained.experiment.eval
+    pools = [pool_stage(trained, PoolKey(nfe), config.samples, keep=config.samples) for nfe in config.nfe]
+    return [time_stage(trained), *pools]
 
 
-def reference_rows(study: Study) -> list[Row]:
-    """For each density and seed: fresh real data, and the best factorised T-step chain there can be.
+def reference_stages(runs: Sequence[Trained]) -> list[Stage]:
+    """Real data and the ideal chain, for each density and seed of some runs."""
+    return [_references(run) for run in {(run.domain.name, run.experiment.seed): run for run in runs}.values()]
 
-    The chain's validity is exact; its overlap is measured on 20,000 draws from its law, so that it is comparable
-    with the other overlaps, which all carry the same finite-sample loss.
+
+def _references(trained: Trained) -> Stage:
+    """Fresh real data, and the best factorised T-step chain, for the density and seed of a run.
+
+    The chain's validity is exact. Its overlap is measured on samples of its law, so that it has the same finite-sample
+    loss as the other overlaps.
     """
-    rows = []
-    for run in {(run.domain.name, run.experiment.seed): run for run in study.runs}.values():
-        toy, seed = run.domain, run.experiment.seed
-        assert isinstance(toy, Toy)
-        anonymous = dataclasses.replace(run.experiment, name="reference")
-        count = run.experiment.eval.samples
-        rows += [
-            make_row(item, toy, anonymous, nfe=None, method="data")
-            for item in toy.measure(toy.fresh(count, seed), seed)
-        ]
-        cells = toy.cell_probabilities()
-        for nfe in run.experiment.eval.nfe:
-            law = ideal_factorised(cells, nfe)
-            exact = Measurement("validity", validity_of_law(law, toy.support, toy.radius), None, None)
+    toy, experiment = trained.domain, dataclasses.replace(trained.experiment, name="reference")
+    assert isinstance(toy, Toy)
+    count, seed, steps = experiment.eval.samples, experiment.seed, experiment.eval.nfe
+
+    def run() -> list[Row]:
+        items = toy.measure(toy.fresh(count, seed), seed)
+        rows = [row(item, toy, experiment, nfe=None, method="data") for item in items]
+        for nfe in steps:
+            law = ideal_factorised(toy.cell_probabilities(), nfe)
             generator = torch.Generator().manual_seed(derive_seed(seed, "ideal", nfe))
             cell = torch.multinomial(law.flatten(), count, replacement=True, generator=generator)
             drawn = torch.stack([cell // law.shape[1], cell % law.shape[1]], dim=-1)
-            sampled = [item for item in toy.measure(drawn, seed) if item.metric != "validity"]
-            rows += [make_row(item, toy, anonymous, nfe=nfe, method="ideal") for item in (exact, *sampled)]
-    return rows
+            exact = Measurement("validity", validity_of_law(law, toy.support, toy.radius), None, None)
+            items = [exact, *(item for item in toy.measure(drawn, seed) if item.metric != "validity")]
+            rows += [row(item, toy, experiment, nfe=nfe, method="ideal") for item in items]
+        return rows
+
+    def done(results: Results) -> bool:
+        same = {"method": "ideal", "metric": "overlap", "data": toy.name, "seed": seed}
+        return all(recorded(results, n=count, nfe=nfe, **same) for nfe in steps)
+
+    return Stage(f"references of {toy.name}, seed {seed}", done, run)
 
 
-def figures(results: Results, pools: Pools, domains: dict[str, Domain], seed: int, folder: Path) -> None:
-    """The summary at NFE 1 and the sweeps over NFE 1, 2, 8, 32 of App. C.1, for one seed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    methods = {name: results.label(name) for name in sorted({key[1] for key in pools}, key=method_rank)}
-    summary = {}
-    for data, toy in domains.items():
-        truth = toy.fresh(20_000, seed)
-        sweep = {
-            label: {"ground truth": truth}
-            | {f"NFE {n}": pools[data, m, seed, n] for n in SWEEP if (data, m, seed, n) in pools}
-            for m, label in methods.items()
-        }
-        grid_picture(sweep, folder / f"toy-{data}.png")
-        first = {label: pools[data, m, seed, 1] for m, label in methods.items() if (data, m, seed, 1) in pools}
-        summary[data] = {"ground truth": truth, **first}
-    grid_picture(summary, folder / "toy-summary.png")
+def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
+    """The page of tables, figures of the first seed, and tables on the terminal."""
+    first = [trained for trained in runs if trained.experiment.seed == options.seeds[0]]
+    written = write_page(options.results / "toy.md", toy_page(results))
+    for path, grid in _grids(first, results, options.results / "figures").items():
+        written += write_figure(
+            path, [run.pools.path for run in first], functools.partial(_draw, grid, runs[0].domain.space.size - 1)
+        )
+    print_metrics(sampled(results), "toy", METRICS)
+    gaps = [
+        (abs(model.value - ideal.value), model)
+        for model in results.select(task="toy", method="mdlm", metric="validity", convention=None)
+        for ideal in results.select(method="ideal", metric="validity", data=model.data, seed=model.seed, nfe=model.nfe)
+    ]
+    if gaps:  # checks training, sampler and metric
+        gap, model = max(gaps, key=lambda pair: pair[0])
+        where = f"{model.data}, seed {model.seed}, NFE {model.nfe}"
+        print(f"MDLM against the ideal factorised chain: largest gap {gap:.2f} points ({where})")
+    return written
 
 
-def print_gaps(results: Results) -> None:
-    """How far MDLM is from the ideal factorised chain, for each seed and NFE: the check that the chain is right."""
-    gaps = []
-    for row in results.select(task="toy", method="mdlm", metric="validity", convention=None):
-        ideal = results.select(task="toy", data=row.data, method="ideal", metric="validity", seed=row.seed, nfe=row.nfe)
-        if ideal:
-            gaps.append((abs(row.value - ideal[0].value), row.data, row.seed, row.nfe))
-    if gaps:
-        gap, data, seed, nfe = max(gaps)
-        print(f"MDLM against the ideal factorised chain: largest gap {gap:.2f} points ({data}, seed {seed}, NFE {nfe})")
+def _draw(grid: Grid, size: int, path: Path) -> None:
+    pairs = {line: {name: rows.numpy() for name, rows in cells.items()} for line, cells in grid.items()}
+    save(histogram_grid(pairs, size), path)
+
+
+def _grids(runs: Sequence[Trained], results: Results, folder: Path) -> dict[Path, Grid]:
+    """Samples over NFE for each density, and a summary at NFE 1."""
+    grids, summary = dict[Path, Grid](), Grid()
+    for trained in runs:
+        data, label = trained.domain.name, results.label(trained.experiment.method_name)
+        keys = [key for key in map(PoolKey, SHOWN_NFE) if trained.pools.rows(key)]
+        pools = {f"NFE {key.nfe}": trained.pools.tokens(key) for key in keys}
+        if "NFE 1" in pools:
+            truth = {"ground truth": trained.domain.fresh(TRUTH, trained.experiment.seed)}
+            grids.setdefault(folder / f"toy-{data}.png", {})[label] = truth | pools
+            summary.setdefault(data, truth)[label] = pools["NFE 1"]
+    return grids | ({folder / "toy-summary.png": summary} if summary else {})

@@ -1,0 +1,111 @@
+"""Where the latent's nats go: the route KL of every block and position in the course of training.
+
+python research/information.py        minutes on two cores; writes results/information.json and a figure
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from emoe.console import console_table
+from emoe.engine.metricslog import read_metrics
+from emoe.experiment import customise
+from emoe.figures.base import canvas, save
+from emoe.recipes import get_recipe
+from emoe.reporting.results import Results, Row
+from emoe.studies.options import Options
+from emoe.studies.pipeline import Study
+from emoe.studies.pools import PoolKey
+from emoe.studies.stages import Stage, Trained, pool_stage
+from emoe.types import Measurement
+
+# Small enough for two CPU cores in a few minutes; ties of four positions and three blocks show the effect of turns.
+SETTINGS = {
+    "backbone.width": "32", "backbone.hidden": "64", "train.batch": "64", "train.steps": "2000", "domain.length": "4",
+    "backbone.depth": "3",
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "paper's reading": ("ties-emoe", {}),
+    "all positions in all blocks": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
+    "positions in turn": ("ties-emoe-wake-sleep", {}),
+}
+LAST = 10  # logged records that a number at the end of training is a mean of
+Curve = list[tuple[int, list[float]]]  # (step, nats at each position)
+
+
+def curves(run: Path) -> dict[int, Curve]:
+    """Block -> route KL at each position for every logged step."""
+    blocks: dict[int, Curve] = {}
+    for record in read_metrics(run / "metrics.jsonl"):
+        for key, value in record.items():
+            name, _, block = key.partition("/block")
+            if name == "route_kl_at":
+                blocks.setdefault(int(block), []).append((record["step"], value))
+    return blocks
+
+
+def mean_end(curve: Curve) -> list[float]:
+    """Mean of the last logged records at each position."""
+    tail = [nats for _, nats in curve[-LAST:]]
+    return [math.fsum(column) / len(tail) for column in zip(*tail, strict=True)]
+
+
+def stages(trained: Trained) -> list[Stage]:
+    """Samples, and the nats of every block and position at the end of training."""
+    config = trained.experiment.eval
+
+    def run() -> list[Row]:
+        return [
+            trained.row(Measurement(f"route_kl/block{block}/position{number}", nats, None, min(LAST, len(curve))))
+            for block, curve in curves(trained.path).items()
+            for number, nats in enumerate(mean_end(curve), 1)
+        ]
+
+    nats = Stage("nats", lambda results: trained.recorded(results, metric="route_kl/block1/position1"), run)
+    return [*(pool_stage(trained, PoolKey(nfe), config.samples) for nfe in config.nfe), nats]
+
+
+def draw(panels: Mapping[str, dict[int, Curve]], path: Path) -> None:
+    """Stacked areas of nats over training, a colour for each block and a shade for each position."""
+    from matplotlib import colormaps
+
+    figure = canvas(3.4 * len(panels), 3.0)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (label, blocks) in zip(axes, panels.items(), strict=True):
+        layers, colours, names = [], [], []
+        for block, curve in sorted(blocks.items()):
+            series = list(zip(*(nats for _, nats in curve), strict=True))
+            colourmap = colormaps[("Blues", "Oranges", "Greens", "Purples", "Reds", "Greys")[(block - 1) % 6]]
+            layers += series
+            colours += [colourmap(0.35 + 0.5 * number / max(1, len(series) - 1)) for number in range(len(series))]
+            names += [f"block {block}" if number == len(series) // 2 else "_" for number in range(len(series))]
+        axis.stackplot([step for step, _ in next(iter(blocks.values()))], *layers, colors=colours, labels=names)
+        axis.set_title(label, fontsize=9)
+        axis.set_xlabel("training step", fontsize=8)
+        axis.legend(fontsize=7, loc="upper left")
+    axes[0].set_ylabel("route KL (nats per row)", fontsize=8)
+    save(figure, path)
+
+
+def main(options: Options = Options(study="information")) -> int:  # noqa: B008 - frozen
+    """Train the variants, record their nats, draw the figure and print a table."""
+    settings = {**SETTINGS, **options.settings}
+    labels = {customise(get_recipe(name), {**settings, **own}): label for label, (name, own) in VARIANTS.items()}
+
+    def write(results: Results, runs: Sequence[Trained]) -> list[Path]:
+        path, lines = options.results / "figures" / "information.png", []
+        draw({run.label: curves(run.path) for run in runs}, path)
+        for run in runs:
+            share = [math.fsum(mean_end(curve)) for curve in curves(run.path).values()]
+            kept = results.select(metric="ties", nfe=1, recipe=run.experiment.name)[0].value
+            lines.append([run.label, f"{sum(share):.2f}", " + ".join(f"{nats:.2f}" for nats in share), f"{kept:.1f}"])
+        console_table(["how the latent is learned", "nats per row", "by block", "ties at NFE 1 (%)"], lines)
+        return [path]
+
+    return Study(options, labels, stages, lambda runs: [], write).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

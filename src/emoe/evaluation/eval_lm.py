@@ -1,0 +1,294 @@
+"""Evaluation language models: models that did not make the samples score them and give features of them.
+
+- `RunLM` is a run of `ar` of this package, on the tokens of the samples themselves; its NLL is exact.
+- `HuggingFaceLM` is any causal language model in a local Hugging Face folder, such as GPT-2 large. Samples are decoded
+  to text and split into its own tokens. It needs the extra `judge`.
+
+Compare only numbers of one model under one setting (see `emoe.evaluation.gen_ppl`). Its perplexity of held-out text
+shows how far to trust it. Never train on its scores, nor select a model by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from emoe.config import ConfigError
+from emoe.domains.base import DataError
+from emoe.domains.text.data import Text
+from emoe.runs.run import Run
+from emoe.runs.train import load_run, pick_device
+
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+LOGITS = 2**28  # numbers in the logits of one call, at most
+SUFFIXES = (".safetensors", ".json", ".txt", ".bpe", ".model")  # files that decide what a Hugging Face model computes
+PACKAGES = {"mauve": "mauve-text", "faiss": "faiss-cpu"}  # names of modules on the package index
+
+
+class EvalLM(ABC):
+    """A language model that scores tokens from left to right, without gradients."""
+
+    kind: ClassVar[str]  # in manifests
+    name: str
+    sha256: str  # of everything that decides its scores
+    dtype: str
+    context: int  # tokens that it scores at a time
+    end: int | None = None  # the token that ends texts, if it has one
+    pooling: ClassVar[str]  # which hidden states are features
+
+    @abstractmethod
+    def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
+        """Its tokens of each row."""
+
+    @abstractmethod
+    def nll(self, tokens: Int[Tensor, "B W"], *, start: bool) -> Float[Tensor, "B W"]:
+        """-log p(token | earlier tokens of the row) in nats, on the CPU, for W up to `context`.
+
+        With `start` the start token precedes the first token. Without, the first value has no meaning.
+        """
+
+    @abstractmethod
+    def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
+        """Features for MAUVE: last hidden states, on the CPU."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its part of a manifest."""
+        return {name: getattr(self, name) for name in ("kind", "name", "sha256", "dtype", "context", "pooling")}
+
+
+class RunLM(EvalLM):
+    """A run of a causal network of this package, such as method `ar`: exact NLL of the tokens of the samples.
+
+    The network reads the row shifted right by one behind the mask symbol, so its output at l is p(x^l | x^<l), also
+    for l = 0. Special tokens are tokens like any other, and no token ends a text. Features are the mean over positions:
+    the last hidden state of a small network mostly predicts the next token.
+
+    Args:
+        run: The run folder, the name of a released model, or an opened run.
+        device: Where the run is opened: auto, cpu, cuda or cuda:N.
+    """
+
+    kind, pooling = "run", "mean"
+
+    def __init__(self, run: str | Path | Run, *, device: str = "auto"):
+        self.run = run if isinstance(run, Run) else load_run(run, device=device)
+        if not self.run.experiment.method.needs().causal:
+            kind = self.run.experiment.method.kind
+            raise ConfigError([f"eval-lm: {self.run.path} holds {kind!r}, which has no exact NLL; give a run of 'ar'"])
+        self.backbone, self.space = self.run.method.backbone, self.run.method.space
+        self.name, self.context = self.run.path.name, self.space.length
+        self.dtype = str(next(self.backbone.parameters()).dtype).removeprefix("torch.")
+        self.sha256 = _hash_state(self.backbone)
+        self._scored: tuple[Tensor, Tensor] | None = None  # the last tokens, and their NLL
+
+    def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
+        """The rows themselves; a ConfigError if it was trained on other tokens."""
+        self._check(text)
+        return [list(map(int, row)) for row in rows.tolist()]
+
+    @torch.no_grad()
+    def nll(self, tokens: Int[Tensor, "B W"], *, start: bool = True) -> Float[Tensor, "B W"]:
+        """See `EvalLM.nll`; the mask symbol precedes the first token in any case.
+
+        Settings differ in which tokens they count, so the last tokens are kept and not read twice.
+        """
+        if self._scored is None or not torch.equal(self._scored[0], tokens):
+            parts = []
+            for part in tokens.split(_batch(tokens.shape[1], self.space.size)):
+                part = part.to(self.run.device)
+                logits = self.backbone.read(self._hidden(part)).flatten(0, 1)
+                nll = nnf.cross_entropy(logits, part.flatten(), reduction="none").view(part.shape)
+                parts.append(nll.double().cpu())
+            self._scored = tokens.clone(), torch.cat(parts)
+        return self._scored[1].clone()
+
+    @torch.no_grad()
+    def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
+        """See `EvalLM.features`."""
+        self._check(text)
+        parts = []
+        for part in rows.split(_batch(rows.shape[1], self.backbone.head_weights()[0].shape[1])):
+            parts.append(self._hidden(part.to(self.run.device)).float().mean(1).cpu())
+        return torch.cat(parts)
+
+    def describe(self) -> dict[str, Any]:
+        """See `EvalLM.describe`; with the text it was trained on."""
+        experiment = self.run.experiment
+        trained = Path(getattr(experiment.domain, "path", experiment.domain.kind or "")).name
+        return super().describe() | {"recipe": experiment.name, "step": self.run.step, "trained_on": trained}
+
+    def _hidden(self, tokens: Int[Tensor, "B W"]) -> Float[Tensor, "B W K"]:
+        shifted = nnf.pad(tokens[:, :-1], (1, 0), value=self.space.mask_id)
+        return self.backbone(shifted, torch.zeros(len(tokens), device=tokens.device)).h
+
+    @functools.cached_property
+    def _tokenizer(self) -> str | None:
+        """The checksum of its tokenizer; None where its text is not on this machine."""
+        try:
+            domain = self.run.domain
+        except DataError:
+            return None
+        return _tokenizer_of(domain) if isinstance(domain, Text) else None
+
+    def _check(self, text: Text) -> None:
+        same = (self.space.size, self.space.mask_id) == (text.space.size, text.space.mask_id)
+        other = _tokenizer_of(text)
+        if not same or (self._tokenizer and other and self._tokenizer != other):
+            raise ConfigError(
+                [f"eval-lm: {self.name} was trained with another tokenizer than that of {text.name}; train one on it"]
+            )
+
+
+class HuggingFaceLM(EvalLM):
+    """A causal language model in a folder, as Hugging Face writes them: `config.json`, safetensors and a tokenizer.
+
+    Nothing is downloaded, no code of the folder is run, and no pickle is loaded. The start token is the model's `bos`,
+    or its `eos` if it has none; for GPT-2 both are <|endoftext|>. Features are those of `mauve-text`: the last hidden
+    state at the last token. A folder without such a model is a ConfigError.
+
+    Args:
+        folder: The model.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: Precision of the weights.
+    """
+
+    kind, pooling = "hugging-face", "last"
+
+    def __init__(self, folder: str | Path, *, device: str = "auto", dtype: DType = "float32"):
+        library, path = import_extra("transformers"), Path(folder)
+        if not (path / "config.json").is_file():
+            raise ConfigError([f"eval-lm: {path} holds no config.json; give the folder of a Hugging Face model"])
+        if not any(path.glob("*.safetensors")):
+            raise ConfigError([f"eval-lm: {path} holds no .safetensors; convert the weights, nothing else is loaded"])
+        options = {"local_files_only": True, "trust_remote_code": False}
+        library.utils.logging.disable_progress_bar()
+        try:
+            self.tokenizer = library.AutoTokenizer.from_pretrained(str(path), **options)
+            self.model, loaded = library.AutoModelForCausalLM.from_pretrained(
+                str(path), use_safetensors=True, dtype=getattr(torch, dtype), output_loading_info=True, **options
+            )
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError([f"eval-lm: {path} cannot be opened as a causal language model ({first})"]) from None
+        # Missing weights would be drawn at random, with no more than a warning.
+        if faults := sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])):
+            raise ConfigError([f"eval-lm: {path} lacks weights ({', '.join(faults[:3])}); give a whole copy"])
+        self.model.to(pick_device(device)).eval().requires_grad_(False)
+        self.name, self.dtype = path.resolve().name, dtype
+        self.sha256 = _hash_folder(path)
+        self.context = int(getattr(self.model.config, "max_position_embeddings", None) or 1024)
+        self.end = self.tokenizer.eos_token_id
+        self.start = self.end if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
+        """Tokens of the decoded rows, special tokens by their names; its tokenizer adds none."""
+        return self.encode_texts(text.decode(rows))
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of texts."""
+        if not texts:
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about texts longer than the context, which are read in windows
+            encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [list(map(int, ids)) for ids in encoded]
+
+    @torch.no_grad()
+    def nll(self, tokens: Int[Tensor, "B W"], *, start: bool) -> Float[Tensor, "B W"]:
+        """See `EvalLM.nll`. Tokens to the right change nothing, so rows may be filled up with any token."""
+        if start and self.start is None:
+            raise ConfigError([f"setting: {self.name} has no start token; use a setting that does not score the first"])
+        parts = []
+        for part in tokens.split(_batch(tokens.shape[1], self.model.config.vocab_size)):
+            part = part.to(self.model.device)
+            given, target = part[:, :-1], part[:, 1:]
+            if start:
+                given, target = torch.cat([part.new_full((len(part), 1), self.start), given], 1), part
+            scored = part.new_zeros(len(part), 0).double()
+            if given.shape[1]:
+                logits = self.model(given, use_cache=False).logits
+                logits = logits if logits.dtype == torch.float64 else logits.float()
+                scored = nnf.cross_entropy(logits.transpose(1, 2), target, reduction="none").double()
+            parts.append((scored if start else nnf.pad(scored, (1, 0), value=math.nan)).cpu())
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
+        """See `EvalLM.features`; an empty text is the start token alone, or token 0."""
+        parts = []
+        tokens = [ids[: self.context] or [self.start or 0] for ids in self.encode(text, rows)]
+        size = _batch(max(map(len, tokens), default=1), self.model.config.vocab_size)
+        for first in range(0, len(tokens), size):
+            ids, lengths = fill(tokens[first : first + size], self.end or 0)
+            out = self.model(ids.to(self.model.device), use_cache=False, output_hidden_states=True)
+            parts.append(out.hidden_states[-1].float().cpu()[torch.arange(len(ids)), lengths - 1])
+        return torch.cat(parts)
+
+
+def open_eval_lm(folder: str | Path, *, device: str = "auto") -> EvalLM:
+    """An evaluation LM by its folder: a run, which has an `experiment.json`, or a Hugging Face model."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            [f"eval-lm: {path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"]
+        )
+    run = (path / "experiment.json").is_file()
+    return RunLM(path, device=device) if run else HuggingFaceLM(path, device=device)
+
+
+def import_extra(module: str) -> Any:
+    """A package of the extra `judge`; a ConfigError if it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about deprecated uses of one such package in another
+            return importlib.import_module(module)
+    except ImportError as error:
+        missing = PACKAGES.get(error.name or module, error.name or PACKAGES.get(module, module))
+        raise ConfigError([f"{missing}: the package is missing; pip install emoe[judge]"]) from None
+
+
+def fill(tokens: Sequence[Sequence[int]], end: int) -> tuple[Int[Tensor, "n W"], Int[Tensor, " n"]]:
+    """Lists of tokens as rows, filled up on the right with `end` to the longest; and their lengths."""
+    lengths = torch.tensor([len(row) for row in tokens], dtype=torch.long)
+    rows = torch.full((len(tokens), int(lengths.max()) if len(tokens) else 0), end, dtype=torch.long)
+    for row, ids in zip(rows, tokens, strict=True):
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
+    return rows, lengths
+
+
+def _batch(length: int, symbols: int) -> int:
+    return max(1, LOGITS // max(1, length * symbols))
+
+
+def _tokenizer_of(text: Text) -> str | None:
+    sha256: str | None = text.manifest.get("tokenizer", {}).get("sha256")
+    return sha256
+
+
+def _hash_state(module: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        flat = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}\n".encode())
+        digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _hash_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in SUFFIXES):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

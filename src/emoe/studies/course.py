@@ -1,0 +1,157 @@
+"""Numbers from the training log of a run, and passes of its networks in a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from emoe.engine.metricslog import read_metrics
+from emoe.reporting.results import Results
+from emoe.rng import Rng, derive_seed
+from emoe.runs.run import Run
+from emoe.runs.sampling import count_calls
+from emoe.studies.stages import Stage, Trained
+from emoe.types import Measurement
+
+LAST_RECORDS = 10  # of the log, whose mean describes the end of training
+POINTS = 20  # of the course of training
+ROWS = 4  # of the batch that passes are counted with
+UNUSED = 0.1  # share of an even share below which an expert counts as dead
+# Keys of the log -> metrics; a key with a block keeps it.
+NAMES = {
+    "loss": "train_loss", "recon": "train_recon", "kl": "train_kl", "usage": "usage_entropy",
+    "post_entropy": "routing_entropy", "prior_entropy": "prior_entropy", "route_kl": "route_kl",
+}  # fmt: skip
+
+Record = Mapping[str, Any]
+
+
+def means(records: Sequence[Record], names: Mapping[str, str]) -> dict[str, float]:
+    """Finite means of numbers over records, under the names of metrics.
+
+    Of usage it is the entropy of the mean: of the aggregate posterior, up to the draws of a batch.
+    """
+    values = {}
+    for key in records[-1] if records else ():
+        name, slash, block = key.partition("/")
+        if name in names:
+            column = [record[key] for record in records if key in record]
+            value = _entropy(mean_usage(column)) if name == "usage" else math.fsum(column) / len(column)
+            values[names[name] + slash + block] = value
+    return {metric: value for metric, value in values.items() if math.isfinite(value)}
+
+
+def mean_usage(usages: Sequence[Sequence[float]]) -> list[float]:
+    """Mean share of each expert."""
+    return [math.fsum(column) / len(usages) for column in zip(*usages, strict=True)]
+
+
+def _entropy(shares: Iterable[float]) -> float:
+    return max(0.0, -math.fsum(share * math.log(share) for share in shares if share > 0))
+
+
+def course(records: Sequence[Record]) -> list[tuple[int, Measurement]]:
+    """(step, number) at about `POINTS` points, each the mean of the records since the one before."""
+    size = max(1, math.ceil(len(records) / POINTS))
+    parts = [records[start : start + size] for start in range(0, len(records), size)]
+    return [
+        (int(part[-1]["step"]), Measurement(metric, value, None, len(part)))
+        for part in parts
+        for metric, value in means(part, NAMES).items()
+    ]
+
+
+def course_stage(trained: Trained) -> Stage:
+    """The terms of the loss and the routing over training, with the step as the convention."""
+    log = trained.path / "metrics.jsonl"
+    return Stage(
+        "training",
+        lambda results: trained.recorded(results, metric="train_loss"),
+        lambda: [trained.row(item, convention=f"step {step}") for step, item in course(read_metrics(log))],
+    )
+
+
+def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
+    """Means over log records.
+
+    route_kl/blockD: mean route KL in nats per position.
+    usage_entropy/blockD: entropy in nats of the mean usage of the block's experts, at most log E.
+    least_usage_entropy: the least of them.
+    dead_experts: experts whose mean usage is below 1 / (10 E), over all blocks; n is the number of all experts.
+    effective_draws: how many of the K draws count, where draws are compared.
+    """
+    count = len(records)
+    names = {"usage": "usage_entropy", "route_kl": "route_kl", "effective_draws": "effective_draws"}
+    values = means(records, names)
+    entropies = [value for metric, value in values.items() if metric.startswith("usage_entropy/")]
+    items = [Measurement(metric, value, None, count) for metric, value in values.items()]
+    if entropies:
+        items.append(Measurement("least_usage_entropy", min(entropies), None, count))
+        keys = [key for key in records[-1] if key.startswith("usage/")]
+        usages = [mean_usage([record[key] for record in records if key in record]) for key in keys]
+        dead = sum(share < UNUSED / len(usage) for usage in usages for share in usage)
+        items.append(Measurement("dead_experts", dead, None, sum(map(len, usages))))
+    return items
+
+
+def routing_stage(trained: Trained) -> Stage:
+    """The routing at the end of training; no rows without routes."""
+    items = routing_at_end(read_metrics(trained.path / "metrics.jsonl")[-LAST_RECORDS:])
+
+    def done(results: Results) -> bool:
+        return not items or trained.recorded(results, metric=items[-1].metric)
+
+    return Stage("routing", done, lambda: [trained.row(item) for item in items])
+
+
+def passes_stage(trained: Trained) -> Stage:
+    """Network passes of a training step and of a sampling step."""
+    return trained.stage("passes", "passes_train", lambda: network_passes(trained.run))
+
+
+@torch.no_grad()
+def network_passes(run: Run) -> dict[str, float]:
+    """Forward passes, counted by hooks on a batch of B training rows of L tokens.
+
+    - `passes_train`: tokens that enter the networks of the method (backbone and, if there is one, encoder) in a
+      training step, over B * L. [x0; xt] of E-MoE makes 2, and so does [xt ; x0] of BD3-LM, whose rows are twice as
+      long.
+    - `passes_block`: the same for their blocks, in the mean. Above the former where draws of a row diverge.
+    - `calls_step`: network calls of a sampler over the steps it was asked for, which are as few as it can make.
+    """
+    method, length = run.method, run.method.space.length
+    rows = run.domain.rows[:ROWS].long().to(run.device)
+    rng = Rng(derive_seed(run.experiment.seed, "passes"), device=run.device)
+    blocks = [block for network in method.children() for block in _blocks(network)]
+    with _tokens_into(method.children()) as entered, _tokens_into(blocks) as inside:
+        method(rows, method.final_ramp(run.device), rng)
+    steps = min(run.experiment.method.allowed_nfe(range(1, length + 1), length))
+    with count_calls(method.backbone) as count:
+        method.sample(torch.full((1, length), method.space.mask_id, device=run.device), steps, rng)
+    passes = {"passes_train": entered[0] / rows.numel(), "calls_step": count.calls / steps}
+    depth = len(_blocks(method.backbone))
+    return passes | ({"passes_block": inside[0] / depth / rows.numel()} if depth else {})
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    """The blocks of a transformer; none of other networks."""
+    return [block for name, part in network.named_modules() if name.endswith("blocks") for block in part.children()]
+
+
+@contextlib.contextmanager
+def _tokens_into(modules: Iterable[nn.Module]) -> Iterator[list[int]]:
+    """Count rows times positions of the first input of every call of some modules."""
+    total = [0]
+
+    def count(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
+        total[0] += inputs[0].shape[0] * inputs[0].shape[1]
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(count).remove)
+        yield total

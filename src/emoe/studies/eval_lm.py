@@ -1,0 +1,142 @@
+"""Training of the evaluation LM of the text study: the AR recipe on text that no model saw, early-stopped.
+
+The run folder is one like any other and resumes like any other. Beside it is a folder that ends in `-best`, a run too:
+the checkpoint with the lowest loss of the validation rows of the LM's own text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emoe.domains.base import DataError
+from emoe.domains.text.data import Text
+from emoe.engine import checkpoint
+from emoe.engine.arithmetic import arithmetic
+from emoe.engine.callbacks import Callback, Deadline, EarlyStopping, FitInfo, ProgressBar
+from emoe.engine.metricslog import read_metrics
+from emoe.engine.signals import StopSignal
+from emoe.evaluation.likelihood import estimate_nll
+from emoe.experiment import Experiment, customise
+from emoe.files import replace_file
+from emoe.recipes import get_recipe
+from emoe.runs.train import load_run, train
+from emoe.studies.stages import run_name, steps_done
+from emoe.types import Likelihood
+
+CHECKS = 8  # validations in the course of training, each of a checkpoint
+PATIENCE = 3  # validations without a lower loss, after which training ends
+METRIC = "valid_nll"  # in the log: nats per token
+
+
+def eval_lm_experiment(size: str, settings: Mapping[str, str], steps: int | None) -> Experiment:
+    """The AR recipe of a size on text of its own, its validation rows held out; a checkpoint for every validation."""
+    own = {name: text for name, text in settings.items() if not name.startswith("method.")}
+    recipe = customise(get_recipe(f"{size}-ar"), own | ({} if steps is None else {"train.steps": str(steps)}))
+    config: Any = recipe.domain
+    return dataclasses.replace(
+        recipe,
+        name=recipe.name.replace(f"{size}-ar", f"{size}-judge", 1),
+        domain=dataclasses.replace(config, path=f"{config.path}-judge", held_out="valid"),
+        train=dataclasses.replace(recipe.train, save_every=math.ceil(recipe.train.steps / CHECKS)),
+    )
+
+
+@dataclass(frozen=True)
+class EvalLMRun:
+    """The run of the evaluation LM in a folder of runs."""
+
+    experiment: Experiment
+    runs: Path
+    device: str
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.runs / run_name(self.experiment)
+
+    @property
+    def best_path(self) -> Path:
+        """The run folder of the best step."""
+        return self.runs / f"{self.path.name}-best"
+
+    def validations(self) -> dict[int, float]:
+        """Loss of the validation rows by step, in nats per token."""
+        log = self.path / "metrics.jsonl"
+        return {one["step"]: one[METRIC] for one in (read_metrics(log) if log.exists() else []) if METRIC in one}
+
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest loss, and that loss."""
+        return min(self.validations().items(), key=lambda item: item[1], default=None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train, and the best step is whole."""
+        best, steps = self.best(), list(self.validations())
+        if best is None or steps_done(self.best_path) != best[0]:
+            return False
+        return len(steps) - 1 - steps.index(best[0]) >= PATIENCE or steps[-1] >= self.experiment.train.steps
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can score: its best step is here, and training has ended or happened on another machine."""
+        return steps_done(self.best_path) > 0 and (self.finished or not self.path.exists())
+
+    def train(self, text: Text, stop: StopSignal, deadline: float | None, *, quiet: bool) -> None:
+        """Train to the end, or until the loss of the validation rows no longer falls, or until the deadline."""
+        bar = ProgressBar(self.experiment.name.partition(" ")[0], quiet=quiet)
+        callbacks: list[Callback] = [bar, KeepBest(self, text), *([] if deadline is None else [Deadline(deadline)])]
+        train(self.experiment, self.path, resume=True, device=self.device, callbacks=callbacks, stop=stop, domain=text)
+
+
+class KeepBest(EarlyStopping):
+    """Measures checkpoints on the validation rows, keeps the best one, and stops when they no longer improve."""
+
+    def __init__(self, run: EvalLMRun, text: Text):
+        super().__init__(METRIC, PATIENCE)
+        self.run, self.text = run, text
+
+    def on_start(self, info: FitInfo) -> None:
+        """Continue where the run was stopped, which may be between a checkpoint and its validation."""
+        super().on_start(info)
+        newest = checkpoint.latest(self.run.path / "checkpoints")
+        if newest is not None and info.start:
+            self.on_checkpoint(info.start, newest)
+        if self.best_step and steps_done(self.run.best_path) != self.best_step:
+            best, path = self.run.best_path, self.run.path
+            raise DataError(f"{best}: is not whole; remove it and {path} to train the evaluation LM again")
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Measure a checkpoint, unless that was done, and keep it if it is the best."""
+        config = self.run.experiment.train
+        if step % config.save_every and step < config.steps:
+            return  # a signal or a deadline stopped the run here; a validation would change which step is the best
+        if step not in self.run.validations():
+            method = load_run(self.run.path, device=self.run.device, domain=self.text).method
+            with arithmetic("fp32"):
+                nll = estimate_nll(method, self.text.test_rows.long(), Likelihood("exact"))
+            record = {"step": step, METRIC: nll.value / self.text.space.length}
+            with (self.run.path / "metrics.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(record) + "\n")
+            self.on_log(record)
+        if self.best_step == step:
+            self._keep(folder)
+
+    def _keep(self, newest: Path) -> None:
+        """Make a checkpoint the only one of the folder of the best step."""
+        target = self.run.best_path / "checkpoints" / newest.name
+        if not target.exists():
+            draft = target.with_name(f".tmp-{newest.name}")
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.copytree(newest, draft)
+            replace_file(self.run.best_path / "experiment.json", (self.run.path / "experiment.json").read_bytes())
+            draft.rename(target)
+        for other in target.parent.glob("step-*"):
+            if other != target:
+                shutil.rmtree(other)

@@ -1,0 +1,315 @@
+"""The pipeline of a study: plan, train what is missing, measure in stages, write tables and figures.
+
+Every stage records its rows at once, so a study that is killed continues with the same command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emoe.console import Tick, meter
+from emoe.domains.base import Domain
+from emoe.engine.callbacks import Callback, Deadline, FitInfo, FitResult
+from emoe.engine.signals import StopSignal
+from emoe.evaluation.measure import described
+from emoe.experiment import Experiment
+from emoe.files import replace_file
+from emoe.reporting.provenance import describe_machine
+from emoe.reporting.results import Results, RunInfo, record
+from emoe.runs.train import pick_device, train
+from emoe.studies.options import Options
+from emoe.studies.stages import TIMES, Stage, Trained
+
+Task = Callable[[Tick], None]
+
+
+class Interrupted(RuntimeError):
+    """A signal stopped a study after a good save; the same command continues it."""
+
+    def __init__(self, signal: int):
+        super().__init__("stopped and saved; the same command continues where it stopped")
+        self.exit_code = 128 + signal
+
+
+class Study:
+    """Experiments with the stages that measure them, and the state of the work.
+
+    Args:
+        options: Folders, device, jobs, budget.
+        experiments: What is trained, with labels for the log; an empty label is the recipe and the seed.
+        stages: What is measured of a trained run.
+        references: What is measured beside the trained runs, such as real data.
+        write: Writes tables and figures of all results and prints the main ones; returns the files that have changed.
+        name: Of the results file; default: the study's.
+        domain: Builds the data of an experiment.
+        gpu_jobs: Runs at once on a GPU, unless the options say otherwise.
+        measures_late: Trained runs are measured even after the budget is used up.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        experiments: Mapping[Experiment, str] | Sequence[Experiment],
+        stages: Callable[[Trained], list[Stage]],
+        references: Callable[[Sequence[Trained]], list[Stage]],
+        write: Callable[[Results, Sequence[Trained]], list[Path]],
+        *,
+        name: str = "",
+        domain: Callable[[Experiment], Domain] | None = None,
+        gpu_jobs: int = 6,
+        measures_late: bool = False,
+    ):
+        self.options, self.stages, self.references, self.write = options, stages, references, write
+        self.build_domain = domain or (lambda experiment: experiment.domain.build(experiment.seed))
+        self.measures_late, self.device = measures_late, pick_device(options.device)
+        self.jobs = options.jobs or (gpu_jobs if self.device.type == "cuda" else torch.get_num_threads())
+        labels = experiments if isinstance(experiments, Mapping) else dict.fromkeys(experiments, "")
+        self.runs = [Trained(self, experiment, label) for experiment, label in labels.items()]
+        self.results = options.results / f"{name or options.study}.json"
+        self.failed: dict[str, str] = {}  # label -> the error that ended it
+        self.untrained = self.unmeasured = 0  # runs and stages that are left when the budget is used up
+        self.stop, self.began, self._machine = StopSignal(), time.monotonic(), describe_machine(self.device)
+        self.deadline = None if options.budget is None else self.began + 60 * options.budget
+        self._domains: dict[object, Domain] = {}
+        self._lock, self._local = threading.RLock(), threading.local()
+
+    def run(self, only: str | None = None) -> int:
+        """Everything that is missing, or one part: train, score, draw; returns an exit code."""
+        with self.interruptible():
+            if only in (None, "train"):
+                self.train()
+            if only in (None, "score"):
+                self.measure()
+        if only != "train":
+            self.finish()
+        return self.close()
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let signals end the study at the next safe point."""
+        with self.stop:
+            yield
+        if self.stop.requested is not None:
+            raise Interrupted(self.stop.requested)
+
+    def train(self) -> None:
+        """Train what is not trained; runs that were begun are continued.
+
+        A small network leaves most of a GPU idle, and on a CPU several threads inside one wait for each other more than
+        they compute. So several runs go on at once, each in a thread with one CPU core and a CUDA stream of its own.
+        Runs share nothing, so their number changes nothing but the time.
+        """
+        left = {run: steps for run in self.runs if (steps := run.steps_left)}
+        steps = sum(left.values())
+        self.note(f"{len(self.runs)} runs, {len(self.runs) - len(left)} of them trained; {steps:,} steps to train")
+        self._parallel("training", steps, [(run.label, functools.partial(self._train, run)) for run in left])
+
+    def measure(self) -> None:
+        """Run the stages of all trained runs that are not recorded, then the references."""
+        results, left = self.known(), dict[Trained, list[Stage]]()
+        for run in self.runs:
+            if run.steps_left:
+                self.note(f"{run.label}: not trained yet, so not measured")
+            elif stages := [stage for stage in self.stages(run) if not stage.done(results)]:
+                left[run] = stages
+        self.note(f"{sum(map(len, left.values()))} measurements to make")
+        tasks = [(run.label, functools.partial(self._measure, run, stages)) for run, stages in left.items()]
+        self._parallel("measurements", sum(stage.rows for stages in left.values() for stage in stages), tasks)
+        self.run_stages("references", self.references([run for run in self.runs if not run.steps_left]))
+
+    def run_stages(self, label: str, stages: Sequence[Stage]) -> None:
+        """Run stages of no run in particular, one after the other, unless they are recorded."""
+        results = self.known()
+        if left := [stage for stage in stages if not stage.done(results)]:
+            with self._meter(label, sum(stage.rows for stage in left)) as tick:
+                for stage in left:
+                    self._run_stage(stage, stage.name, tick)
+
+    def finish(self) -> None:
+        """Write tables and figures of everything that is recorded."""
+        results = self.known()
+        if results.rows:
+            written = self.write(results, self.runs)
+            self.note(f"written: {', '.join(map(str, written)) or 'nothing, all is up to date'}")
+        else:
+            print("nothing is measured yet")
+
+    def close(self) -> int:
+        """Report what failed and what is left; returns the exit code."""
+        command = self.options.command
+        for label, error in self.failed.items():
+            print(f"{command}: {label} failed: {error}", file=sys.stderr)
+        if self.untrained or self.unmeasured:
+            left = f"{self.untrained} runs not trained, {self.unmeasured} measurements not made"
+            print(f"{command}: {left}: the budget is used up; the same command continues", file=sys.stderr)
+        return 1 if self.failed else 0
+
+    def known(self) -> Results:
+        """What is recorded."""
+        return Results.load(self.results) if self.results.exists() else Results()
+
+    def domain(self, experiment: Experiment) -> Domain:
+        """The data of an experiment, built once."""
+        with self._lock:
+            key = experiment.domain, experiment.seed
+            if key not in self._domains:
+                self._domains[key] = self.build_domain(experiment)
+            return self._domains[key]
+
+    def note(self, text: str) -> None:
+        """Print a line of the log."""
+        if not self.options.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the budget is used up."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @contextlib.contextmanager
+    def _meter(self, label: str, total: int) -> Iterator[Tick]:
+        """Progress that threads share."""
+        with meter(total, label, quiet=self.options.quiet) as tick:
+
+            def locked(size: int, text: str) -> None:
+                with self._lock:
+                    tick(size, text)
+
+            yield locked
+
+    def _parallel(self, label: str, total: int, tasks: Sequence[tuple[str, Task]]) -> None:
+        """Run labelled tasks, as many at once as there are jobs."""
+        if not tasks:
+            return
+        with self._meter(label, total) as tick, ThreadPoolExecutor(self.jobs, initializer=self._start_thread) as pool:
+            futures = [pool.submit(self._attempt, name, task, tick) for name, task in tasks]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                self.stop.ask()
+                raise
+
+    def _start_thread(self) -> None:
+        """One core and one CUDA stream for a thread, kept over its tasks: streams come from a pool of few."""
+        torch.set_num_threads(1)
+        self._local.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def _attempt(self, label: str, task: Task, tick: Tick) -> None:
+        stream = self._local.stream
+        if self.stop.requested is None:
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream), self._tolerating(label):
+                task(tick)
+
+    @contextlib.contextmanager
+    def _tolerating(self, label: str) -> Iterator[None]:
+        """Note an error; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self.failed[label] = str(error) or type(error).__name__
+
+    def _train(self, run: Trained, tick: Tick) -> None:
+        if not self.is_late:
+            callbacks: list[Callback] = [RunProgress(run.label, tick, self.note)]
+            callbacks += [] if self.deadline is None else [Deadline(self.deadline)]
+            train(
+                run.experiment, run.path, resume=True, device=str(self.device), callbacks=callbacks, stop=self.stop,
+                domain=run.domain,
+            )  # fmt: skip
+        with self._lock:
+            self.untrained += run.steps_left > 0
+
+    def _measure(self, run: Trained, stages: Sequence[Stage], tick: Tick) -> None:
+        for number, stage in enumerate(stages, 1):
+            self._run_stage(stage, f"{run.label}, {stage.name} [{number}/{len(stages)}]", tick, run)
+        run.close()
+
+    def _run_stage(self, stage: Stage, label: str, tick: Tick, run: Trained | None = None) -> None:
+        """Run a stage, if there is time left, and record its rows; count rows that enter the network meanwhile."""
+        if self.stop.requested is not None:
+            return
+        if self.is_late and not self.measures_late:
+            with self._lock:
+                self.unmeasured += 1
+            return
+        began, counted = time.monotonic(), 0
+
+        def count(_: object, inputs: tuple[Any, ...], __: object) -> None:
+            nonlocal counted
+            size = min(len(inputs[0]), stage.rows - counted)
+            counted += size
+            tick(size, label)
+
+        with self._tolerating(label), contextlib.ExitStack() as stack:
+            methods = None if run is None else described(run.run.method, run.experiment)
+            if run is not None:
+                stack.callback(run.run.method.backbone.register_forward_hook(count).remove)
+            rows = stage.run()
+            wall_s = round(time.monotonic() - self.began, 1)
+            info = RunInfo(command=self.options.command_line(), wall_s=wall_s, **self._machine)
+            with self._lock:
+                record(self.results, info, rows, methods)
+            values = ", ".join(f"{row.metric} {row.value:.4g}" for row in rows[:4])
+            self.note(f"{label}: {values}, {time.monotonic() - began:.1f} s")
+        tick(stage.rows - counted, label)
+
+
+class RunProgress(Callback):
+    """Adds the steps of one run to the common progress, and notes in its folder how long they took."""
+
+    def __init__(self, label: str, tick: Tick, note: Callable[[str], None]):
+        self.label, self.tick, self.note = label, tick, note
+        self.start, self.step, self.folder, self.text = 0, 0, Path(), label
+
+    def on_start(self, info: FitInfo) -> None:
+        """Count from the step that the run continues from."""
+        self.start, self.step, self.folder = info.start, info.start, info.run_dir
+
+    def on_step(self, step: int) -> None:
+        """Move the bar."""
+        self.tick(step - self.step, self.text)
+        self.step = step
+
+    def on_log(self, record: dict[str, Any]) -> None:
+        """Show the loss with the next step, and a warning at once."""
+        self.text = f"{self.label}: loss {record['loss']:.4f}"
+        if "warning" in record:
+            self.note(f"{self.label}: step {record['step']}: {record['warning']}")
+
+    def on_end(self, result: FitResult | None) -> None:
+        """Note the time of this part of the training."""
+        if result is not None and result.step > self.start:
+            part = {"from": self.start, "to": result.step, "seconds": round(result.seconds, 3)}
+            with (self.folder / TIMES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(part) + "\n")
+
+
+def write_page(path: Path, text: str) -> list[Path]:
+    """Write a file unless it has this content; the paths that have changed."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return []
+    replace_file(path, text)
+    return [path]
+
+
+def write_figure(
+    path: Path, sources: Sequence[Path], make: Callable[[Path], None], *, anew: bool = False
+) -> list[Path]:
+    """Write a figure that is missing, older than one of its sources, or wanted anew; the paths that have changed."""
+    ages = [source.stat().st_mtime_ns for source in sources if source.exists()]
+    if not anew and path.exists() and max(ages, default=0) <= path.stat().st_mtime_ns:
+        return []
+    make(path)
+    return [path]

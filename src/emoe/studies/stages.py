@@ -1,0 +1,246 @@
+"""A trained run of a study, and the stages that studies share."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from emoe.backbones.base import active_parameters, total_parameters
+from emoe.config import to_dict
+from emoe.domains.base import Domain
+from emoe.engine import checkpoint
+from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, passes
+from emoe.evaluation.measure import exact_rows, row
+from emoe.experiment import Experiment
+from emoe.methods.base import Method, SamplerConfig
+from emoe.reporting.results import Results, Row
+from emoe.runs.run import Run
+from emoe.runs.sampling import draw
+from emoe.runs.train import load_run
+from emoe.studies.pools import Archive, PoolKey
+from emoe.types import Likelihood, Measurement
+
+if TYPE_CHECKING:
+    from emoe.studies.pipeline import Study
+
+SHOWN = 2  # samples of a pool that are kept as text
+TIMES = "times.jsonl"  # in a run folder: seconds of every part of its training
+Units = Callable[[Measurement, int], Sequence[Measurement]]
+
+
+class Stage(NamedTuple):
+    """A piece of work whose rows are recorded as soon as they are there."""
+
+    name: str
+    done: Callable[[Results], bool]
+    run: Callable[[], list[Row]]
+    rows: int = 1  # through the network, for the progress
+
+
+class Trained:
+    """A run of a study; its data and weights are loaded when they are first needed."""
+
+    def __init__(self, study: Study, experiment: Experiment, label: str = ""):
+        self.study, self.experiment = study, experiment
+        self.label = label or f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
+        self.path = study.options.run_folder / run_name(experiment)
+
+    @property
+    def steps_left(self) -> int:
+        """Training steps that are missing."""
+        return max(0, self.experiment.train.steps - steps_done(self.path))
+
+    @property
+    def domain(self) -> Domain:
+        """Its data."""
+        return self.study.domain(self.experiment)
+
+    @functools.cached_property
+    def method(self) -> Method:
+        """The method without weights: its label, its likelihoods."""
+        with torch.device("meta"):
+            return self.experiment.build_method(self.domain.space)
+
+    @functools.cached_property
+    def pools(self) -> Archive:
+        """Its samples."""
+        archive, one = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.experiment
+        archive.manifest |= {"recipe": one.name, "method": one.method_name, "seed": one.seed, "data": self.domain.name}
+        return archive
+
+    @functools.cached_property
+    def run(self) -> Run:
+        """The run with its weights."""
+        return self.open()
+
+    def open(self, settings: Mapping[str, str] | None = None) -> Run:
+        """Load the run, perhaps with other settings of its sampler."""
+        return load_run(self.path, device=str(self.study.device), domain=self.domain, settings=settings)
+
+    def close(self) -> None:
+        """Free the weights."""
+        vars(self).pop("run", None)
+
+    def row(self, item: Measurement, *, nfe: int | None = None, convention: str | None = None) -> Row:
+        """A measurement as a row of results."""
+        return row(item, self.domain, self.experiment, nfe=nfe, convention=convention)
+
+    def recorded(self, results: Results, *, n: int = 0, **where: Any) -> bool:
+        """Whether results hold a number of this run, from at least `n` samples or rows."""
+        return recorded(results, n=n, recipe=self.experiment.name, seed=self.experiment.seed, **where)
+
+    def stage(self, name: str, metric: str, items: Callable[[], Mapping[str, float]]) -> Stage:
+        """A stage of plain numbers, which is done when `metric` is recorded."""
+
+        def run() -> list[Row]:
+            return [self.row(Measurement(name, value, None, None)) for name, value in items().items()]
+
+        return Stage(name, lambda results: self.recorded(results, metric=metric), run)
+
+
+def recorded(results: Results, *, n: int = 0, **where: Any) -> bool:
+    """Whether results hold a number from at least `n` samples or rows."""
+    return any((row.n or 0) >= n for row in results.select(**where))
+
+
+def steps_done(run: Path) -> int:
+    """Training steps behind the newest checkpoint of a run folder; 0 without one."""
+    newest = checkpoint.latest(run / "checkpoints")
+    return 0 if newest is None else int(newest.name.removeprefix("step-"))
+
+
+def run_name(experiment: Experiment) -> str:
+    """Folder of an experiment: readable, and different for every difference in its fields.
+
+    Fields at their default are left out: a run that was begun before an option existed keeps its folder.
+    """
+    digest = hashlib.sha256(json.dumps(to_dict(experiment, sparse=True), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{experiment.name.partition(' ')[0]}-seed{experiment.seed}-{digest}"
+
+
+def time_stage(trained: Trained) -> Stage:
+    """Seconds of training and milliseconds of a step, logging and saving included; nothing where none were noted."""
+    file = trained.path / TIMES
+    parts = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    steps, seconds = sum(part["to"] - part["from"] for part in parts), math.fsum(part["seconds"] for part in parts)
+
+    def run() -> list[Row]:
+        values = {"train_s": seconds, "step_ms": 1000 * seconds / steps}
+        return [trained.row(Measurement(name, value, None, steps)) for name, value in values.items()]
+
+    return Stage("time", lambda results: not steps or trained.recorded(results, metric="step_ms", n=steps), run)
+
+
+def size_stage(trained: Trained) -> Stage:
+    """Parameters, and those that sampling uses: of each set of experts one, and no encoder."""
+
+    def sizes() -> dict[str, float]:
+        method = trained.run.method
+        return {"params": total_parameters(method), "params_active": active_parameters(method.backbone)}
+
+    return trained.stage("sizes", "params_active", sizes)
+
+
+def pool_stage(
+    trained: Trained,
+    key: PoolKey,
+    samples: int,
+    *,
+    keep: int = 0,
+    sampler: SamplerConfig | None = None,
+    settings: Mapping[str, str] | None = None,
+    write: Callable[[Int[Tensor, "n L"]], list[str]] | None = None,
+) -> Stage:
+    """Draw a pool of samples and measure it.
+
+    The first `keep` samples are kept, with the text that `write` makes of very few. `settings` are fields that are
+    changed for these samples, of which `key` has the name; the sampler is the experiment's by default.
+    """
+    experiment, archive, keep = trained.experiment, trained.pools, min(keep, samples)
+    sampler, pools = sampler or experiment.eval.sampler, archive.manifest.setdefault("pools", {})
+
+    def run() -> list[Row]:
+        if archive.rows(key) >= samples:
+            drawn, calls = archive.tokens(key)[:samples], pools[str(key)]["calls"]
+        else:
+            opened = trained.open(settings) if settings else trained.run
+            batch, seed = experiment.eval.batch, experiment.seed
+            pool = draw(opened.method, samples, key.nfe, seed=seed, batch=batch, sampler=sampler)
+            drawn, calls = pool.samples, pool.calls
+            entry = {"samples": samples, "calls": calls, "step": opened.step, "sampler": sampler.kind}
+            pools[str(key)] = entry | ({} if write is None else {"shown": write(drawn[:SHOWN])})
+            archive.arrays |= {str(key): drawn[:keep].numpy().astype("<u2")} if keep else {}
+            archive.save()
+        items = list(trained.domain.measure(drawn, experiment.seed))
+        items += [Measurement("network_calls", calls, None, len(drawn))] * (sampler.kind != "plain")
+        return [trained.row(item, nfe=key.nfe, convention=key.variant) for item in items]
+
+    def done(results: Results) -> bool:
+        kept = pools.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
+        return kept and trained.recorded(results, nfe=key.nfe, convention=key.variant)
+
+    return Stage(f"NFE {key.nfe}" + f", {key.variant}" * bool(key.variant), done, run, samples * key.nfe)
+
+
+def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
+    """Of the likelihoods wanted those of the kinds that a method has."""
+    kinds = {Likelihood.parse(name).kind for name in method.likelihoods()}
+    return [name for name in wanted if Likelihood.parse(name).kind in kinds]
+
+
+def likelihood_stage(
+    trained: Trained,
+    name: str,
+    count: int,
+    units: Units,
+    *,
+    batch: int | None = None,
+    factorised: Callable[..., float] = factorised_nll,
+    elsewhere: Domain | None = None,
+) -> Stage:
+    """Estimate a named likelihood of `count` held-out rows, or all; with bound@1 of a latent the coordination gain too.
+
+    Args:
+        trained: The run.
+        name: The likelihood.
+        count: Number of rows.
+        units: The measurements to record, of an NLL in nats per row and the length of a row.
+        batch: Rows of a network call; another number gives another estimate.
+        factorised: NLL of the best factorised step, of training rows, rows and the number of symbols.
+        elsewhere: Other data that the rows come from.
+    """
+    likelihood, seed, source = Likelihood.parse(name), trained.experiment.seed, elsewhere or trained.domain
+    count = min(count, source.fresh_rows or count)
+
+    def run() -> list[Row]:
+        rows = held_out_rows(source, count, seed)
+        nll = estimate_nll(trained.run.method, rows, likelihood, seed=seed, batch=batch)
+        items = list(units(nll, source.space.length))
+        if name == "bound@1" and trained.run.method.has_latent and elsewhere is None:
+            best = factorised(source.rows, rows, source.space.size)
+            items.append(coordination_gain(nll, best, source.space.length))
+        return [row(item, source, trained.experiment, nfe=None, convention=name) for item in items]
+
+    def done(results: Results) -> bool:
+        return trained.recorded(results, n=count, data=source.name, convention=name)
+
+    return Stage(name + f" of {source.name}" * (elsewhere is not None), done, run, passes(likelihood) * count)
+
+
+def exact_stage(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
+    """Measures of the exact laws of a toy's samplers; by default at the NFE of the experiment."""
+    nfe = nfe or trained.experiment.eval.nfe
+
+    def done(results: Results) -> bool:
+        return all(trained.recorded(results, metric="kl", nfe=steps, convention="exact") for steps in nfe)
+
+    return Stage("exact laws", done, lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe))
