@@ -206,7 +206,7 @@ def test_settings_that_fit_and_settings_that_do_not(copy: Path) -> None:
     assert not torch.equal(greedy.sample(30, 1), from_pretrained(copy).sample(30, 1))
     refused(
         ConfigError,
-        r"does not fit(.|\n)*has shape(.|\n)*and \d+ more",
+        r"does not fit(.|\n)*size mismatch(.|\n)*and \d+ more",
         from_pretrained,
         copy,
         settings={"backbone.channels": "4"},
@@ -268,39 +268,32 @@ def test_pickles_and_truncated_and_missing_files_are_refused(copy: Path) -> None
     model = copy / "model.safetensors"
     whole = model.read_bytes()
     model.write_bytes(whole[:-1])
-    refused(StorageError, f"has {len(whole) - 1} bytes instead of {len(whole)}", from_pretrained, copy)
+    refused(StorageError, "SHA-256 does not match; get the release again", from_pretrained, copy)
     for data in (pickle.dumps([1]), b"PK\x03\x04" + bytes(30)):  # with a config that vouches for them
         forge(copy, data)
         refused(StorageError, "pickles and other formats are never loaded", from_pretrained, copy)
     model.unlink()
-    refused(StorageError, r"model\.safetensors: is missing", from_pretrained, copy)
+    refused(StorageError, r"model\.safetensors: cannot be read .No such file", from_pretrained, copy)
     (copy / "config.json").write_text("{}")
-    refused(StorageError, "is not what emoe release wrote", from_pretrained, copy)
+    refused(StorageError, "SHA-256 does not match; get the release again", from_pretrained, copy)
 
 
 def test_wrong_tensors_are_named(copy: Path) -> None:
     name = next(iter(from_pretrained(copy).method.state_dict()))
     whole = (copy / "model.safetensors").read_bytes()
-    shape = tuple(tensorfile.from_bytes(whole)[name].shape)
 
     def narrow(tensors: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name][..., :-1]
 
-    def whole_numbers(tensors: dict[str, Tensor]) -> None:
-        tensors[name] = tensors[name].to(torch.int8)
-
     cases: dict[str, Callable[[dict[str, Tensor]], object]] = {
-        f"{name} is missing": lambda tensors: tensors.pop(name),
-        "foreign.weight is not part of the model": lambda tensors: tensors.update({"foreign.weight": torch.ones(2)}),
-        f"{name} has shape {(*shape[:-1], shape[-1] - 1)}, the model wants {shape}": narrow,
-        f"{name} holds torch.int8, the model wants torch.float32": whole_numbers,
+        f'Missing .*"{name}"': lambda tensors: tensors.pop(name),
+        'Unexpected .*"foreign.weight"': lambda tensors: tensors.update({"foreign.weight": torch.ones(2)}),
+        f"size mismatch for {name}": narrow,
     }
     for message, edit in cases.items():
         forge(copy, whole)
         change(copy, edit)
-        with pytest.raises(ConfigError) as error:
-            from_pretrained(copy)
-        assert error.value.problems[1:] == [f"  {message}"]
+        refused(ConfigError, f"does not fit the model of its config(.|\n)*{message}", from_pretrained, copy)
 
 
 def test_other_schemas_and_foreign_configs_are_refused(copy: Path) -> None:

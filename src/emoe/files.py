@@ -97,15 +97,15 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     write_synced(path, _seal(rest) + b"\n" + rest)
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path, remedy: str = DAMAGED) -> dict[str, Any]:
     """Read what `write_sealed` wrote; a single changed bit is an error."""
-    head, _, rest = _read(path, DAMAGED).partition(b"\n")
+    head, _, rest = _read(path, remedy).partition(b"\n")
     if head != _seal(rest):
-        raise StorageError(path, "is damaged: its SHA-256 does not match", DAMAGED)
+        raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
     try:
         return dict(json.loads(b"{" + rest))
     except (ValueError, TypeError, RecursionError) as error:
-        raise StorageError(path, f"is not a JSON object ({error})", DAMAGED) from error
+        raise StorageError(path, f"is not a JSON object ({error})", remedy) from error
 
 
 def _seal(rest: bytes) -> bytes:

@@ -101,7 +101,7 @@ def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 def test_parts_equal_one_batch(kind: str, parts: int, tiny: Tiny) -> None:
     cut, whole = (stepper_of(tiny(CONFIGS[kind], size=4, length=3, width=16, hidden=16), count) for count in (parts, 1))
     draws = DrawnInParts([Rng(5).part(number, parts) for number in range(parts)])
-    draws.open(whole.rng)
+    draws.open(whole.parts[0])
     for step in range(STEPS):
         cut(step)
         for part in draws.parts:

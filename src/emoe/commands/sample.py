@@ -81,7 +81,7 @@ def sample(
     if not source and (keep is not None or ink != "auto"):
         name = "ink" if keep is None else "keep"
         raise ConfigError([f"{name}: says what is done with given rows; add --given FILE"])
-    from emoe.runs.completion import check_beginnings, fill_in, prepare
+    from emoe.runs.completion import check_beginnings, prepare
     from emoe.runs.train import load_run
 
     with with_data_root(settings, data_root) as fields:
@@ -101,7 +101,7 @@ def sample(
         if continue_:
             check_beginnings(masked, space)
         with sampling(opened, n * len(rows), (nfe,), f"completions by {run}", quiet=quiet):
-            completion = fill_in(opened, rows, masked, n, nfe, seed=seed)
+            completion = opened.fill_in(rows, masked, n, nfe, seed=seed)
         samples = completion.pool
         outcome["given"] = masked.where(completion.kept, -1).tolist()
         if picture:

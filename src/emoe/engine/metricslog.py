@@ -27,7 +27,7 @@ class MetricsLog:
     kernel before `write` returns.
     """
 
-    def __init__(self, path: Path, step: int = 0):
+    def __init__(self, path: Path, step: int):
         self.path = path
         with self._checked():
             path.parent.mkdir(parents=True, exist_ok=True)
