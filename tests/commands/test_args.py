@@ -81,7 +81,7 @@ REFUSED = {
     "--steps 1,10": "steps: must be >= 1 and <= 9, got 1,10",
     "--steps 1,x": "steps: expected whole numbers >= 1 and <= 9, got '1,x'",
     "--seed 1,2": f"seed: expected one whole number >= 0 and <= {2**63 - 1}, got '1,2'",
-    "--share x": "share: expected numbers, got 'x'",
+    "--share x": "share: expected one number, got 'x'",
     "--share nan": "share: must be finite, got nan",
     "--ink drak": "ink: 'drak' is not known; did you mean 'dark'?",
     "--a.b": "a.b: a value is missing; write --a.b VALUE",

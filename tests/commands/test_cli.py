@@ -101,7 +101,7 @@ train toy-8modes-emoe --train.steps --quiet | train.steps: a value is missing
 train toy-8modes-emoe --device gpu | device: 'gpu' is not known | allowed: auto, cpu, cuda, cuda:N
 train toy-8modes-emoe --data-root x | data-root: the data of this run come from no such folder
 sample x --nfe 0 | nfe: must be >= 1 and <= 10000, got 0
-sample x --nfe one | nfe: expected whole numbers >= 1 and <= 10000, got 'one'
+sample x --nfe one | nfe: expected one whole number >= 1
 sample x --nfe 1,2 | nfe: expected one whole number >= 1 and <= 10000, got '1,2'
 sample x --n 0 | n: must be >= 1 and <= 10000000, got 0
 sample x | run: x is no run folder | emoe train RECIPE
@@ -111,7 +111,7 @@ sample x --given 1 --continue 1 | continue: is another way of giving rows; give 
 sample x --given | --given: expected at least one argument
 eval x --nfe 1,0 | nfe: must be >= 1 and <= 10000, got 1,0
 eval x --samples 1 | samples: must be >= 2 and <= 10000000, got 1
-eval x --seed x | seed: expected whole numbers >= 0
+eval x --seed x | seed: expected one whole number >= 0
 eval x --likelihood bond@4 | likelihood: 'bond@4' is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K
 eval x y | run: x is no run folder
 verify --method mdml | method: 'mdml' has no exact law | did you mean 'mdlm'?
@@ -124,7 +124,6 @@ demo --train.stps 5 | train.stps: | did you mean 'train.steps'?
 data minst | data: 'minst' is not known | did you mean 'mnist'?
 data | arguments are required: mnist|prepare
 release x --out o --name a/b | run: x is no run folder
-release x y --out o --name z | name: 2 runs cannot share a name; release them one at a time
 release x --out o --precision int4 | precision: 'int4' is not known; allowed: bf16, fp16
 report none.json --picture a.png --run b | results: none.json does not exist | picture: a.png | run: b
 """

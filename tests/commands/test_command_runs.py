@@ -148,7 +148,7 @@ def test_released_weights(trained: dict[str, Path], command: Command, monkeypatc
     code, out, _ = command("release", run, "--out", "out", "--name", "mine", "--precision", "bf16")
     assert code == 0 and out.startswith("out/mine: ") and " MB in bf16; largest rounding error " in out
     code, out, _ = command("release", run, "--out", "out", "--name", "b", "--licence", "CC0-1.0", "--json")
-    (entry,) = json.loads(out)
+    entry = json.loads(out)
     assert code == 0 and (entry["name"], entry["path"]) == ("b", "out/b") and load_run("out/b").licence == "CC0-1.0"
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
     samples = [command("sample", name, "--n", 3, "--json")[1] for name in ("mine", "out/mine")]

@@ -7,7 +7,7 @@ A command is a function, or a frozen dataclass of options, whose signature and d
   an option `1,2,4`; annotated with `SEVERAL` or `REPEATED` it takes several words or is given several times. An
   annotation `"--old"` is another name of an option, which help does not show.
 - `settings` receives fields of a recipe (`--train.steps 50`), `command` the command line as it was typed.
-- `Args` in the docstring are the help, `name (METAVAR): text`; `Examples` end it.
+- `Args` in the docstring are the help, `name (METAVAR): text`, beside those in `COMMON`; `Examples` end it.
 
 In a dataclass the metadata of a field stand for this: `help`, `metavar`, `low`, `high`, `positional`, `repeat`, and
 `hidden` for one that is no option. An empty text as its default means that it is required.
@@ -31,6 +31,12 @@ from emoe.commands.values import Range, read, unwrap
 T = TypeVar("T")
 SEVERAL, REPEATED = "several words", "given several times"
 INJECTED = ("settings", "command")
+COMMON = {
+    "data_root": "folder with data files (MNIST); default: EMOE_DATA, then ./data",
+    "device": "auto, cpu, cuda, cuda:N",
+    "json": "print JSON",
+    "quiet": "no progress",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,6 +159,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], list[str
     description, *parts = re.split(r"^(Args|Examples|Raises|Returns|Attributes):\n", text, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], map(dedent, parts[1::2]), strict=True))
     entries = re.findall(r"^(\w+)(?: \((.*?)\))?: (.*(?:\n +.*)*)", sections.get("Args", ""), flags=re.MULTILINE)
-    helps = {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
+    helps = {name: ("", text) for name, text in COMMON.items()}
+    helps |= {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
     examples = [f"  {line}".rstrip() for line in sections.get("Examples", "").rstrip().splitlines()]
     return " ".join(description.split()), helps, ["", "examples:", *examples] if examples else []

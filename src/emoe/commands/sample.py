@@ -61,11 +61,6 @@ def sample(
         keep: what stays of the given rows: positions such as 0-9,20, or none; of images also top-half, bottom-half,
             left-half, right-half, centre, border, or a .png mask (white stays). Default: all tokens that are given
         ink: ink of .png images; auto looks at the border
-        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
-        device: auto, cpu, cuda, cuda:N
-        quiet: no progress
-        json: print JSON
-        settings: fields that do not change the weights
 
     Examples:
         emoe sample runs/toy --n 1000 --nfe 2 --out samples.npy --picture samples.png

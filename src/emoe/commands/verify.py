@@ -21,8 +21,6 @@ def verify(
         run: run folder of a model small enough to enumerate (the toy); else tiny ones
         method: only this kind of tiny model, such as mdlm, vadd or emoe
         seed: seed of models and draws
-        device: auto, cpu, cuda, cuda:N
-        json: print JSON
 
     Examples:
         emoe verify

@@ -24,14 +24,14 @@ import emoe
 from emoe import files as storage
 from emoe.config import ConfigError, prefixed, to_dict
 from emoe.domains.base import Domain
-from emoe.engine import checkpoint, tensorfile
+from emoe.engine import tensorfile
 from emoe.engine.checkpoint import NewerSchemaError
 from emoe.experiment import Experiment, customise
 from emoe.files import StorageError
 from emoe.methods.base import Method
 from emoe.reporting.provenance import source_commit
 from emoe.runs.run import Run
-from emoe.runs.train import NO_CHECKPOINT, NO_RUN, Weights, load_run, load_weights, pick_device
+from emoe.runs.train import NO_RUN, Weights, load_run, load_weights, pick_device
 from emoe.types import TokenSpace
 
 Precision = Literal["fp16", "bf16"]
@@ -156,11 +156,15 @@ def release(
         StorageError: Disk full or not writable. Nothing is left behind.
     """
     source, root = Path(run_dir), Path(out)
-    name = check_release(source, root, name, unfinished)
+    if not (source / "experiment.json").is_file():
+        raise ConfigError(f"run: {source} {NO_RUN}")
     experiment = Experiment.load(source / "experiment.json")
     held: Weights = "ema" if experiment.train.ema else "model"
-    run = load_run(source, device="cpu", weights=held)
-    _check_finished(source, run.step, experiment, unfinished)  # the newest checkpoint may have been damaged
+    run, steps = load_run(source, device="cpu", weights=held), experiment.train.steps
+    if run.step < steps and not unfinished:
+        remedy = "finish it with: emoe train ... --resume, or add --unfinished"
+        raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
+    name = _free_name(root, experiment.name, name)
     tensors, errors = _rounded(run.method, precision)
     data, worst = tensorfile.to_bytes(tensors), max(errors, key=errors.__getitem__)
     parameters = sum(parameter.numel() for parameter in run.method.parameters())
@@ -205,31 +209,16 @@ def _unknown(name: str | Path) -> str:
     return f"weights: no released model is called {str(name)!r}; there are: {there} (in {searched}; set EMOE_WEIGHTS)"
 
 
-def check_release(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
-    """The name of the release of a run, after all checks that need no weights."""
-    if not (source / "experiment.json").is_file():
-        raise ConfigError([f"run: {source} {NO_RUN}"])
-    experiment = Experiment.load(source / "experiment.json")
-    newest = checkpoint.latest(source / "checkpoints", groups=checkpoint.WEIGHTS)
-    if newest is None:
-        raise ConfigError([f"run: {source} {NO_CHECKPOINT}"])
-    _check_finished(source, checkpoint.load(newest, groups=()).step, experiment, unfinished)
-    if name is None and not _NAME.fullmatch(experiment.name):
+def _free_name(root: Path, recipe: str, name: str | None) -> str:
+    if name is None and not _NAME.fullmatch(recipe):
         # A changed recipe says so in its name; its weights must not pass for the recipe's own.
-        raise ConfigError([f"name: {source} holds {experiment.name!r}, which cannot name a folder; give one: --name"])
-    name = experiment.name if name is None else name
+        raise ConfigError(f"name: the run holds {recipe!r}, which cannot name a folder; give one: --name")
+    name = recipe if name is None else name
     if not _NAME.fullmatch(name):
-        raise ConfigError([f"name: {name!r} is not allowed; letters, digits, '.', '_' and '-' only, no '.' in front"])
+        raise ConfigError(f"name: {name!r} is not allowed; letters, digits, '.', '_' and '-' only, no '.' in front")
     if (root / name).exists():
-        raise ConfigError([f"name: {root / name} exists already; remove it or give another --name"])
+        raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
     return name
-
-
-def _check_finished(source: Path, step: int, experiment: Experiment, unfinished: bool) -> None:
-    steps = experiment.train.steps
-    if step < steps and not unfinished:
-        remedy = "finish it with: emoe train ... --resume, or add --unfinished"
-        raise ConfigError([f"run: {source} is at step {step} of {steps}; {remedy}"])
 
 
 def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -34,7 +34,6 @@ from emoe.types import TokenSpace
 
 Weights = Literal["auto", "ema", "model"]
 NO_RUN = "is no run folder (no experiment.json); make one with: emoe train RECIPE"
-NO_CHECKPOINT = "has no checkpoint yet; train it with: emoe train ... --resume"
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -216,7 +215,7 @@ def load_run(
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
     saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
-        raise ConfigError([f"run: {path} {NO_CHECKPOINT}"])
+        raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
     if domain is None and "space" not in saved.meta:  # a run of an earlier version
         domain = experiment.domain.build(experiment.seed)
     method = experiment.build_method(TokenSpace(**saved.meta["space"]) if domain is None else domain.space)
