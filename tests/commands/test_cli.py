@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,10 +18,9 @@ import pytest
 import emoe
 from emoe.cli import main
 from emoe.commands import COMMANDS, listing
-from emoe.commands.settings import as_typed
 from emoe.config import allowed_range
 from emoe.engine.fit import NumericFailure
-from emoe.overrides import paths
+from emoe.overrides import as_text, paths
 from emoe.recipes import all_recipes, get_recipe
 
 Command = Callable[..., tuple[int, str, str]]
@@ -74,7 +74,7 @@ def test_train_help_lists_every_field_with_its_range(command: Command) -> None:
     lines = out.splitlines()
     assert code == 0 and not err and not Path("runs").exists() and "usage: emoe train" in lines[0]
     for path, _, field, value in paths(get_recipe(recipe)):
-        meaning = lines[lines.index(f"  --{path.replace('_', '-')} {as_typed(value)}") + 1]
+        meaning = lines[lines.index(f"  --{path.replace('_', '-')} {shlex.quote(as_text(value))}") + 1]
         assert field.metadata["doc"] in meaning and allowed_range(field.metadata) in meaning
     assert command("list", recipe)[1] in out
     _, out, _ = command("train", recipe, "--method", "vadd", "--method.latent", 3, "-h")  # fields of the chosen kind

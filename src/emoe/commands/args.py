@@ -25,8 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import dedent
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from emoe.commands.settings import FIELDS, as_typed, field_names, split_settings
+from emoe.commands.settings import FIELDS, field_names, split_settings
 from emoe.commands.values import Range, read, unwrap
+from emoe.overrides import as_text, field_hint
 
 T = TypeVar("T")
 SEVERAL, REPEATED = "several words", "given several times"
@@ -52,8 +53,6 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: str, fields: Sequence[str]) -> NoReturn:
         """Exit because of an unknown argument; `fields` are settings that it may have meant."""
-        from emoe.overrides import field_hint
-
         name = unknown.partition("=")[0]
         flags = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         self.error(f"unknown argument {name!r}{field_hint(name[2:], [*flags, *fields]) if name[:2] == '--' else ''}")
@@ -97,9 +96,9 @@ class Command(Generic[T]):
             limits = (Range(**ends), *[REPEATED] * bool(field.get("repeat")))
             self.annotations[name] = Annotated[self.annotations[name], *limits]
         kind, extras = unwrap(self.annotations[name])
-        shown = "" if required else as_typed(parameter.default)
+        shown = "" if required else as_text(parameter.default)
         if "default" not in text and shown not in ("none", "false", ""):
-            text += f" (default {shown})"
+            text += f" (default {shlex.quote(shown)})"
         options = {"help": text.replace("%", "%%")} | _words(kind, extras, positional=positional, required=required)
         if kind is not bool:
             options["metavar"] = f"{{{','.join(get_args(kind))}}}" if get_origin(kind) is Literal else metavar or None
