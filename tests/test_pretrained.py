@@ -133,6 +133,7 @@ def test_a_release_holds_the_moving_average_where_there_is_one(digits: Run, rows
     assert from_pretrained(names["digits-tiny"], weights="ema").step == 5
     refused(ConfigError, "holds no 'model'; allowed: auto, ema", from_pretrained, names["digits-tiny"], weights="model")
     refused(ConfigError, "holds no 'ema'; allowed: auto, model", from_pretrained, names["rows-tiny"], weights="ema")
+    refused(ConfigError, "without a moving average; allowed: auto, model", load_run, rows.path, weights="ema")
 
 
 def test_a_config_says_what_the_weights_are(digits: Run, copy: Path) -> None:

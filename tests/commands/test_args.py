@@ -59,13 +59,8 @@ PAINT = Command("emoe paint", paint)
 def test_types_and_defaults() -> None:
     given = PAINT("a b --out x".split())
     assert (given["files"], given["out"], given["settings"]) == ((Path("a"), Path("b")), Path("x"), {})
-    assert [given[name] for name in ("steps", "seed", "names", "given", "continue_")] == [
-        None,
-        0,
-        ("a", "b"),
-        (),
-        False,
-    ]
+    assert (given["steps"], given["seed"], given["names"], given["given"]) == (None, 0, ("a", "b"), ())
+    assert given["continue_"] is False
     line = "a --out x --steps 1,2 --seed 7 --share 1 --ink light --names c --run r --run s --judge m --continue"
     given = PAINT([*line.split(), "--given", "?,1", "2,?"])
     assert (given["steps"], given["seed"], given["share"], given["ink"]) == ((1, 2), 7, 1.0, "light")

@@ -94,37 +94,26 @@ train toy-8modes-emoe runs/a | unknown argument 'runs/a'
 train toy-8modes-emoe --method emo | method.kind: 'emo' is not known | did you mean 'emoe'?
 train toy-8modes-emoe --train.steps 0 --optim.lr -1e-3 | train.steps: must be >= 1, got 0 | optim.lr: must be > 0
 train toy-8modes-emoe --seed -1 | seed: must be >= 0, got -1
-train toy-8modes-emoe --method.top-k 9 | method.top_k: must be in 1..experts = 8, got 9
 train toy-8modes-mdlm --method.top-k 2 | method.top-k: no such field | method.t-low
 train toy-8modes-emoe --train.steps | train.steps: a value is missing | --train.steps VALUE
-train toy-8modes-emoe --train.steps --quiet | train.steps: a value is missing
 train toy-8modes-emoe --device gpu | device: 'gpu' is not known | allowed: auto, cpu, cuda, cuda:N
 train toy-8modes-emoe --data-root x | data-root: the data of this run come from no such folder
 sample x --nfe 0 | nfe: must be >= 1 and <= 10000, got 0
-sample x --nfe one | nfe: expected one whole number >= 1
 sample x --nfe 1,2 | nfe: expected one whole number >= 1 and <= 10000, got '1,2'
-sample x --n 0 | n: must be >= 1 and <= 10000000, got 0
 sample x | run: x is no run folder | emoe train RECIPE
 sample x --keep 0 | keep: says what is done with given rows; add --given FILE
 sample x --given 1,? --ink grey | ink: 'grey' is not known | allowed: auto, dark, light
 sample x --given 1 --continue 1 | continue: is another way of giving rows; give either --given or --continue
 sample x --given | --given: expected at least one argument
-eval x --nfe 1,0 | nfe: must be >= 1 and <= 10000, got 1,0
-eval x --samples 1 | samples: must be >= 2 and <= 10000000, got 1
-eval x --seed x | seed: expected one whole number >= 0
 eval x --likelihood bond@4 | likelihood: 'bond@4' is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K
-eval x y | run: x is no run folder
 verify --method mdml | method: 'mdml' has no exact law | did you mean 'mdlm'?
 reproduce toyy | study: 'toyy' is not known | did you mean 'toy'?
 reproduce toy --densities 9-modes | densities: '9-modes' | 8-modes, swiss-roll
 reproduce toy --seeds one | seeds: expected whole numbers >= 0
 reproduce toy --train.stps 5 | train.stps: | did you mean 'train.steps'?
 reproduce toy --data-root x | data-root: 'toy' needs no data files
-demo --train.stps 5 | train.stps: | did you mean 'train.steps'?
 data minst | data: 'minst' is not known | did you mean 'mnist'?
 data | arguments are required: mnist|prepare
-release x --out o --name a/b | run: x is no run folder
-release x --out o --precision int4 | precision: 'int4' is not known; allowed: bf16, fp16
 report none.json --picture a.png --run b | results: none.json does not exist | picture: a.png | run: b
 """
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,6 @@ module.fit = late
 while not os.path.exists(go):
     time.sleep(0.0005)
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 def test_the_holder_is_named_and_a_killed_one_leaves_no_lock(server: Server, tmp_path: Path) -> None:

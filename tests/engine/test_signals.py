@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 from processes import Server
@@ -25,12 +24,6 @@ with StopSignal() as stop:
     time.sleep(arguments["linger"])
 code = 128 + stop.requested
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.mark.parametrize(
