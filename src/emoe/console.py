@@ -8,33 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from io import TextIOBase
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
 LINE_SECONDS = 3.0  # between two lines of progress where there is no terminal
-Stream = TextIO | TextIOBase
 Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
 class Progress:
-    """Shows how far a loop is: a bar on a terminal, one line for each `log` call elsewhere.
+    """Shows on standard error how far a loop is: a bar on a terminal, one line for each `log` call elsewhere.
 
-    Args:
-        total: Last step.
-        start: Step the loop begins at; speed is measured from there.
-        label: First word of the display.
-        stream: Where to write; default: standard error.
-        quiet: Show nothing.
+    The loop runs from step `start` to `total`.
     """
 
-    def __init__(
-        self, total: int, start: int = 0, label: str = "", *, stream: Stream | None = None, quiet: bool = False
-    ):
+    def __init__(self, total: int, start: int = 0, label: str = "", *, quiet: bool = False):
         self.total, self.label = total, label
-        self._stream = None if quiet else stream or sys.stderr
+        self._stream = None if quiet else sys.stderr
         # Speed over the last calls, not since the start: a slow first step (compilation) would spoil the ETA.
         self._marks = deque([(time.monotonic(), start)], maxlen=20)
         self._shown = 0.0

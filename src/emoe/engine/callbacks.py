@@ -88,13 +88,13 @@ class Callback:
 class ProgressBar(Callback):
     """A bar on a terminal, elsewhere a line for each log record, on standard error."""
 
-    def __init__(self, label: str, **options: Any):
-        self.label, self.options = label, options
+    def __init__(self, label: str, *, quiet: bool = False):
+        self.label, self.quiet = label, quiet
         self.progress = Progress(0, quiet=True)
 
     def on_start(self, info: FitInfo) -> None:
         """Show the bar."""
-        self.progress = Progress(info.total, start=info.start, label=self.label, **self.options).__enter__()
+        self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet).__enter__()
         for note in info.notes:
             self.progress.note(note)
         self.progress.update(info.start)
