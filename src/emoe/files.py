@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -130,17 +131,14 @@ def _read(path: Path, remedy: str) -> bytes:
 
 def prepare(root: Path) -> None:
     """Make a folder, remove what killed writers left in it, and raise at once if it is not writable."""
-    probe = root / f".tmp-probe-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
-        probe.mkdir()
-        write_synced(probe / "probe", b"probe")
+        with tempfile.TemporaryFile(dir=root) as probe:
+            probe.write(b"probe")
     except OSError as error:
         problem = f"cannot be written to ({error.strerror})"
         raise StorageError(root, problem, "free space or give a folder that is writable") from error
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:

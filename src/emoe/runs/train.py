@@ -88,11 +88,9 @@ def train(
     with joined(where) as world, contextlib.ExitStack() as stack:
         domain = experiment.domain.build(experiment.seed) if domain is None else domain
         method = experiment.build_method(domain.space).to(where)
-        data, problem = (
-            domain.sha256,
-            "they were started with other fields, data or versions; give all the same command",
-        )
-        world.check_same(json.dumps([to_dict(experiment), data, resume, torch.__version__]), problem)
+        data = domain.sha256
+        everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
+        world.check_same(everything, "they were started with other fields, data or versions; use the same command")
 
         def claim() -> None:
             stack.enter_context(run_lock(path))  # held until the training has ended
@@ -145,10 +143,8 @@ def _parts(train: TrainConfig) -> int:
     """Equal parts that the rows of an update are cut into: of all processes, with `accumulate` each."""
     (_, size, _), count = launched(), train.accumulate
     if train.batch % (size * count):
-        factors = f"{size} (processes) x {count} (train.accumulate)"
-        raise ConfigError(
-            f"train.batch: {train.batch} rows cannot be cut into {factors} equal parts; choose a multiple"
-        )
+        parts = f"{size} (processes) x {count} (train.accumulate)"
+        raise ConfigError(f"train.batch: {train.batch} rows cannot be cut into {parts} equal parts; choose a multiple")
     return size * count
 
 
@@ -157,9 +153,7 @@ def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: i
     saved = path / "experiment.json"
     if any((path / "checkpoints").glob("step-*")):  # damaged ones count: nothing is overwritten unasked
         if not resume:
-            raise ConfigError(
-                f"run: {path} already holds a trained run; add --resume to continue it, or choose another"
-            )
+            raise ConfigError(f"run: {path} already holds a trained run; add --resume to go on, or choose another")
         if not saved.exists():
             raise ConfigError(f"run: {path} has checkpoints but no experiment.json; choose another folder")
         _check_same(path, experiment, data, parts)
