@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-LINE_SECONDS = 3.0  # between two lines of progress where there is no terminal
+LINE_SECONDS = 3.0  # before the first line or bar of a meter, and between two lines
 Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
@@ -104,10 +104,10 @@ def _rich_bar(stream: Any) -> Any:
 
 
 @contextlib.contextmanager
-def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0) -> Iterator[Tick]:
+def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
     """Show how much of `total` is done and how long the rest takes.
 
-    A terminal gets a bar after `patience` seconds; elsewhere there is a line every `LINE_SECONDS`.
+    A terminal gets a bar after `LINE_SECONDS`; elsewhere there is a line every `LINE_SECONDS`.
     """
     done, progress = 0, Progress(total, label=label, quiet=quiet)
     began = shown = time.monotonic()
@@ -115,7 +115,7 @@ def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0)
     def tick(size: int, text: str) -> None:
         nonlocal done, shown
         done, now = done + size, time.monotonic()
-        if now - began >= patience:
+        if now - began >= LINE_SECONDS:
             progress.__enter__()
         progress.update(done)
         if now - shown >= LINE_SECONDS:
@@ -123,8 +123,6 @@ def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0)
             progress.log(done, text)
 
     try:
-        if not patience:
-            progress.__enter__()
         yield tick
     finally:
         progress.close()

@@ -13,7 +13,7 @@ from emoe.commands.args import SEVERAL, Command
 from emoe.commands.settings import with_data_root
 from emoe.commands.values import Rows, Seed, Steps
 from emoe.config import ConfigError
-from emoe.console import LINE_SECONDS, meter, tick_calls
+from emoe.console import meter, tick_calls
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +127,7 @@ def show(samples: Tensor, run: Run, outcome: dict[str, Any], out: str | None, *,
 def sampling(run: Run, rows: int, nfe: Sequence[int], label: str, *, quiet: bool = False) -> Iterator[None]:
     """Progress in network calls that draw `rows` rows for each NFE; a bar after a few seconds."""
     calls = sum(nfe) * -(-rows // run.experiment.eval.batch)
-    with meter(calls, label, quiet=quiet, patience=LINE_SECONDS) as tick, tick_calls(run.method.backbone, tick):
+    with meter(calls, label, quiet=quiet) as tick, tick_calls(run.method.backbone, tick):
         yield
 
 
