@@ -66,8 +66,8 @@ def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Cal
     method = experiment.build_method(domain.space).to(device)
     train = experiment.train
     stepper = Stepper(
-        method, domain.batches(train.batch, 0, device=device), method.ramps, experiment.optim,
-        total=train.steps, rng=Rng(0, device=device), ema=train.ema, precision=train.precision, graph=train.cuda_graph,
+        method, domain.batches(train.batch, 0, device=device), method.ramps, optim=experiment.optim, train=train,
+        rng=Rng(0, device=device),
     )  # fmt: skip
 
     def step(number: int) -> None:

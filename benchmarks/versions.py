@@ -10,6 +10,7 @@ are noisy: compare the medians of one call. `--call` also times network calls ou
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -40,10 +41,12 @@ def work(recipe: str) -> None:
     generator = torch.Generator().manual_seed(0)
     symbols = torch.tensor([v for v in range(space.size) if v != space.mask_id])
     rows = symbols[torch.randint(len(symbols), (8, train.batch, space.length), generator=generator)].to(device)
-    stepper = Stepper(
-        method, lambda step: rows[step % 8], method.ramps, experiment.optim,
-        total=train.steps, rng=Rng(0, device=device), ema=train.ema, precision=train.precision, graph=train.cuda_graph,
-    )  # fmt: skip
+    options: dict[str, Any] = {"optim": experiment.optim, "train": train}
+    if "train" not in inspect.signature(Stepper).parameters:  # trees up to version 0.1
+        options = {"optim": experiment.optim, "total": train.steps, "ema": train.ema}
+        options |= {"precision": train.precision, "graph": train.cuda_graph}
+    rng = Rng(0, device=device)
+    stepper = Stepper(method, lambda step: rows[step % 8], method.ramps, **options, rng=rng)
     step = 0
 
     def run(count: int) -> float:

@@ -25,7 +25,7 @@ from emoe.experiment import EvalConfig, Experiment, customise
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.overrides import as_text, differences, field_hint, override, paths
+from emoe.overrides import as_text, differences, override, paths
 from emoe.ramps import Constant, Decay, Exponential, Linear, Ramp
 from emoe.recipes import all_recipes, get_recipe
 from emoe.routing.compare import CompareConfig
@@ -322,15 +322,6 @@ def test_text_of_a_command_line(settings: dict[str, str], path: str, expected: A
 def test_text_that_is_refused(settings: dict[str, str], line: str) -> None:
     lines = problems(override, get_recipe("toy-8modes-emoe"), settings)
     assert lines[0].startswith(line), lines
-
-
-def test_suggestions() -> None:
-    fields = ["train.steps", "method.ramp.steps", "train.batch", "seed"]
-    assert field_hint("trainn.steps", fields) == "; did you mean 'train.steps'?"
-    assert field_hint("steps", fields) == "; did you mean 'train.steps'?"
-    assert field_hint("sead", fields) == "; did you mean 'seed'?"
-    assert field_hint("train.xyzzy", fields) == "; allowed: train.batch, train.steps"
-    assert field_hint("xyzzy", fields) == "; allowed: method, seed, train"
 
 
 JUNK: list[Any] = [

@@ -15,10 +15,12 @@ from emoe import console
 from emoe.console import Progress, meter, plain_table, tick_calls
 
 
-def test_plain_lines_when_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, now = io.StringIO(), [50.0]
+def test_plain_lines_when_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [50.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with Progress(10_000, start=1000, label="train", stream=stream) as progress:
+    with Progress(10_000, start=1000, label="train") as progress:
         progress.log(1000)
         now[0] += 10
         progress.update(1010)
@@ -26,7 +28,7 @@ def test_plain_lines_when_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) 
         progress.note("saved")
         now[0] += 10
         progress.log(10_000)
-    assert stream.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "train: step 1000/10000 (10.0%), ? steps/s, ETA ?",
         "train: step 1020/10000 (10.2%), 2.00 steps/s, ETA 1:14:50 | x",
         "train: saved",
@@ -34,15 +36,18 @@ def test_plain_lines_when_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_quiet_and_lost_streams_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_and_lost_streams_do_not_matter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Progress(3, quiet=True) as progress:
         progress.log(1, "loss 1")
         progress.note("hello")
+    assert capsys.readouterr() == ("", "")
     closed = io.StringIO()
-    with Progress(3, stream=closed) as progress:
+    monkeypatch.setattr(sys, "stderr", closed)
+    with Progress(3) as progress:
         closed.close()
         progress.log(1)
-    assert capsys.readouterr() == ("", "")
 
 
 def on_terminal(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -53,7 +58,8 @@ def on_terminal(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "200")
     master, slave = pty.openpty()
     with open(slave, "w") as stream:
-        with pytest.raises(KeyError), Progress(10, start=2, label="train", stream=stream) as progress:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(KeyError), Progress(10, start=2, label="train") as progress:
             progress.update(3)
             progress.log(5, text)
             progress.note("[bold]saved")
@@ -87,13 +93,14 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("patience", "shown"), [(0.0, True), (1e9, False)])
-def test_a_bar_may_wait(patience: float, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (1e9, False)])
+def test_a_bar_waits(seconds: float, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    with meter(2, "label", patience=patience) as tick:
+    monkeypatch.setattr(console, "LINE_SECONDS", seconds)
+    with meter(2, "label") as tick:
         tick(1, "")
         tick(1, "")
     assert ("label" in stream.getvalue()) == shown
@@ -105,7 +112,7 @@ def test_calls_of_a_network_are_lines_after_a_while(
     network = torch.nn.Linear(1, 1)
     for seconds, lines in ((3.0, 0), (0.0, 3)):
         monkeypatch.setattr(console, "LINE_SECONDS", seconds)
-        with meter(3, "drawing", patience=9.0) as tick, tick_calls(network, tick):
+        with meter(3, "drawing") as tick, tick_calls(network, tick):
             for _ in range(3):
                 network(torch.zeros(1))
         network(torch.zeros(1))  # not counted any more

@@ -128,10 +128,10 @@ def measured(case: str) -> dict[str, Any]:
     """Everything that is stored of a case; floats as hexadecimal text, which loses nothing."""
     experiment, space = experiment_of(case)
     rows = rows_of(space)
-    method, train = experiment.build_method(space), experiment.train
+    method = experiment.build_method(space)
     stepper = Stepper(
-        method, lambda step: rows[step % 4 * ROWS :][:ROWS], method.ramps, experiment.optim, total=STEPS,
-        rng=Rng(derive_seed(0, "train")), ema=train.ema, precision=train.precision, graph=False,
+        method, lambda step: rows[step % 4 * ROWS :][:ROWS], method.ramps, optim=experiment.optim,
+        train=experiment.train, rng=Rng(derive_seed(0, "train")),
     )  # fmt: skip
     losses = []
     for step in range(STEPS):

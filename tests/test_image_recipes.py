@@ -73,8 +73,8 @@ class Trained:
         self.domain, self.method = domain, experiment.build_method(domain.space)
         self.before = self.bound()
         stepper = Stepper(
-            self.method, domain.batches(32, 0), self.method.ramps, experiment.optim, total=steps,
-            rng=Rng(derive_seed(0, "train")), ema=0.0, precision="fp32", graph=False,
+            self.method, domain.batches(32, 0), self.method.ramps, optim=experiment.optim,
+            train=experiment.train, rng=Rng(derive_seed(0, "train")),
         )  # fmt: skip
         for step in range(steps):
             stepper(step)

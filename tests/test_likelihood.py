@@ -10,6 +10,7 @@ import torch
 from enumeration import Enumeration, gauss_legendre, single
 from torch import Tensor
 
+from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.diffusion.masking import log_chosen, subs
 from emoe.diffusion.schedule import LogLinearSchedule
@@ -175,7 +176,8 @@ class Tempered(MaskedDiffusion):
     label = "Tempered"
 
     def __init__(self, plain: MaskedDiffusion):
-        super().__init__(plain.config, plain.space, ramps={"temperature": Linear(start=1.0, end=2.0)})
+        ramps = {"temperature": Linear(start=1.0, end=2.0)}
+        super().__init__(plain.config, plain.space, TransformerConfig(width=8, heads=2), ramps)
         self.backbone = plain.backbone
 
     def infer(self, noised: Noised, ramp, rng: Rng) -> Inferred:

@@ -61,9 +61,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def copy(digits: Run, tmp_path: Path) -> Path:
+def copy(digits: Run, empty_folder: Path) -> Path:
     """A release that a test may damage."""
-    return release(digits.path, tmp_path / "out").path
+    return release(digits.path, "out").path
 
 
 def refused(
@@ -103,10 +103,10 @@ def log_probabilities(run: Run) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_release_is_the_run_up_to_rounding(digits: Run, rows: Run, precision: Any, tmp_path: Path) -> None:
+def test_a_release_is_the_run_up_to_rounding(digits: Run, rows: Run, precision: Any) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     for run in (digits, rows):
-        written = release(run.path, tmp_path / "out", precision=precision)
+        written = release(run.path, "out", precision=precision)
         opened = from_pretrained(written.path)
         largest = {}
         for name, weight in run.method.state_dict().items():
@@ -123,8 +123,8 @@ def test_a_release_is_the_run_up_to_rounding(digits: Run, rows: Run, precision: 
     assert 0 < off < 20 * ROUNDING[precision]
 
 
-def test_a_release_holds_the_moving_average_where_there_is_one(digits: Run, rows: Run, tmp_path: Path) -> None:
-    names = {run.experiment.name: release(run.path, tmp_path / "out").path for run in (digits, rows)}
+def test_a_release_holds_the_moving_average_where_there_is_one(digits: Run, rows: Run) -> None:
+    names = {run.experiment.name: release(run.path, "out").path for run in (digits, rows)}
     raw = load_run(digits.path, device="cpu", weights="model").method.state_dict()
     average = digits.method.state_dict()
     got = from_pretrained(names["digits-tiny"]).method.state_dict()
@@ -133,6 +133,7 @@ def test_a_release_holds_the_moving_average_where_there_is_one(digits: Run, rows
     assert from_pretrained(names["digits-tiny"], weights="ema").step == 5
     refused(ConfigError, "holds no 'model'; allowed: auto, ema", from_pretrained, names["digits-tiny"], weights="model")
     refused(ConfigError, "holds no 'ema'; allowed: auto, model", from_pretrained, names["rows-tiny"], weights="ema")
+    refused(ConfigError, "without a moving average; allowed: auto, model", load_run, rows.path, weights="ema")
 
 
 def test_a_config_says_what_the_weights_are(digits: Run, copy: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_model_works_where_its_data_are_not(rows: Run, tmp_path: Path) -> None
     experiment.write_text(experiment.read_text().replace(str(rows.path.parent), "nowhere"))
     opened = load_run("run", device="cpu")
     assert torch.equal(opened.sample(7, 3), rows.sample(7, 3))
-    folder = release("run", tmp_path / "out").path
+    folder = release("run", "out").path
     assert "nowhere" not in (folder / "config.json").read_text()  # the file's name is kept, its folder is not
     released_model = from_pretrained(folder)
     assert released_model.method.space == TokenSpace(size=6, mask_id=5, length=4)
@@ -204,13 +205,8 @@ def test_settings_that_fit_and_settings_that_do_not(copy: Path) -> None:
     greedy = from_pretrained(copy, settings={"method.route-tau": "0"})
     assert greedy.experiment.name == "digits-tiny method.route-tau=0"
     assert not torch.equal(greedy.sample(30, 1), from_pretrained(copy).sample(30, 1))
-    refused(
-        ConfigError,
-        r"does not fit(.|\n)*has shape(.|\n)*and \d+ more",
-        from_pretrained,
-        copy,
-        settings={"backbone.channels": "4"},
-    )
+    message, narrow = r"does not fit(.|\n)*size mismatch(.|\n)*and \d+ more", {"backbone.channels": "4"}
+    refused(ConfigError, message, from_pretrained, copy, settings=narrow)
 
 
 def test_names_are_searched_in_order(digits: Run, rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +241,8 @@ def test_a_run_folder_and_a_file_are_no_releases(digits: Run, tmp_path: Path) ->
     refused(ConfigError, r"model\.pt is a file; .*pickles are never loaded", from_pretrained, tmp_path / "model.pt")
 
 
-def test_load_run_opens_releases_too(rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release(rows.path, tmp_path / "out", name="own")
+def test_load_run_opens_releases_too(rows: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    release(rows.path, "out", name="own")
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
     for name in ("own", "out/own"):
         opened = load_run(name, device="cpu", domain=rows.domain)
@@ -268,39 +264,32 @@ def test_pickles_and_truncated_and_missing_files_are_refused(copy: Path) -> None
     model = copy / "model.safetensors"
     whole = model.read_bytes()
     model.write_bytes(whole[:-1])
-    refused(StorageError, f"has {len(whole) - 1} bytes instead of {len(whole)}", from_pretrained, copy)
+    refused(StorageError, "SHA-256 does not match; get the release again", from_pretrained, copy)
     for data in (pickle.dumps([1]), b"PK\x03\x04" + bytes(30)):  # with a config that vouches for them
         forge(copy, data)
         refused(StorageError, "pickles and other formats are never loaded", from_pretrained, copy)
     model.unlink()
-    refused(StorageError, r"model\.safetensors: is missing", from_pretrained, copy)
+    refused(StorageError, r"model\.safetensors: cannot be read .No such file", from_pretrained, copy)
     (copy / "config.json").write_text("{}")
-    refused(StorageError, "is not what emoe release wrote", from_pretrained, copy)
+    refused(StorageError, "SHA-256 does not match; get the release again", from_pretrained, copy)
 
 
 def test_wrong_tensors_are_named(copy: Path) -> None:
     name = next(iter(from_pretrained(copy).method.state_dict()))
     whole = (copy / "model.safetensors").read_bytes()
-    shape = tuple(tensorfile.from_bytes(whole)[name].shape)
 
     def narrow(tensors: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name][..., :-1]
 
-    def whole_numbers(tensors: dict[str, Tensor]) -> None:
-        tensors[name] = tensors[name].to(torch.int8)
-
     cases: dict[str, Callable[[dict[str, Tensor]], object]] = {
-        f"{name} is missing": lambda tensors: tensors.pop(name),
-        "foreign.weight is not part of the model": lambda tensors: tensors.update({"foreign.weight": torch.ones(2)}),
-        f"{name} has shape {(*shape[:-1], shape[-1] - 1)}, the model wants {shape}": narrow,
-        f"{name} holds torch.int8, the model wants torch.float32": whole_numbers,
+        f'Missing .*"{name}"': lambda tensors: tensors.pop(name),
+        'Unexpected .*"foreign.weight"': lambda tensors: tensors.update({"foreign.weight": torch.ones(2)}),
+        f"size mismatch for {name}": narrow,
     }
     for message, edit in cases.items():
         forge(copy, whole)
         change(copy, edit)
-        with pytest.raises(ConfigError) as error:
-            from_pretrained(copy)
-        assert error.value.problems[1:] == [f"  {message}"]
+        refused(ConfigError, f"does not fit the model of its config(.|\n)*{message}", from_pretrained, copy)
 
 
 def test_other_schemas_and_foreign_configs_are_refused(copy: Path) -> None:
@@ -319,36 +308,24 @@ def test_unfinished_runs_need_a_word(rows: Run, tmp_path: Path) -> None:
     shutil.copytree(rows.path, path)
     text = (path / "experiment.json").read_text()
     (path / "experiment.json").write_text(text.replace('"steps": 5', '"steps": 6'))
-    refused(
-        ConfigError,
-        "is at step 5 of 6; finish it with: .*--resume, or add --unfinished",
-        release,
-        path,
-        tmp_path / "out",
-    )
-    assert not (tmp_path / "out").exists()
-    assert from_pretrained(release(path, tmp_path / "out", unfinished=True).path).step == 5
+    refused(ConfigError, "is at step 5 of 6; finish it with: .*--resume, or add --unfinished", release, path, "out")
+    assert not Path("out").exists()
+    assert from_pretrained(release(path, "out", unfinished=True).path).step == 5
     shutil.rmtree(path / "checkpoints")
-    refused(ConfigError, "has no checkpoint yet", release, path, tmp_path / "out", name="none", unfinished=True)
-    refused(ConfigError, "is no run folder", release, tmp_path, tmp_path / "out")
+    refused(ConfigError, "has no checkpoint yet", release, path, "out", name="none", unfinished=True)
+    refused(ConfigError, "is no run folder", release, tmp_path, "out")
 
 
 def test_names_that_cannot_be_given(digits: Run, rows: Run, tmp_path: Path) -> None:
     for name in ("", "../x", "a/b", ".hidden", "a b", "x\n"):
-        refused(ConfigError, "is not allowed", release, digits.path, tmp_path / "out", name=name)
-    release(digits.path, tmp_path / "out")
-    refused(ConfigError, "exists already", release, digits.path, tmp_path / "out")
+        refused(ConfigError, "is not allowed", release, digits.path, "out", name=name)
+    release(digits.path, "out")
+    refused(ConfigError, "exists already", release, digits.path, "out")
     shutil.copytree(rows.path, tmp_path / "changed")
     file = tmp_path / "changed" / "experiment.json"
     file.write_text(file.read_text().replace('"rows-tiny"', '"rows-mdlm train.steps=5"'))
-    refused(
-        ConfigError,
-        r"holds 'rows-mdlm train\.steps=5', which cannot name a folder",
-        release,
-        tmp_path / "changed",
-        tmp_path / "out",
-    )
-    assert release(tmp_path / "changed", tmp_path / "out", name="v0.1_a-b").name == "v0.1_a-b"
+    refused(ConfigError, r"'rows-mdlm train\.steps=5', which cannot name a folder", release, "changed", "out")
+    assert release(tmp_path / "changed", "out", name="v0.1_a-b").name == "v0.1_a-b"
 
 
 def poison(run: Run, name: str, folder: Path, value: float) -> Path:
@@ -365,25 +342,17 @@ def poison(run: Run, name: str, folder: Path, value: float) -> Path:
 def test_weights_that_cannot_be_rounded_are_named(rows: Run, tmp_path: Path) -> None:
     name = next(iter(rows.method.state_dict()))
     large = poison(rows, name, tmp_path / "large", 1e5)
-    refused(
-        ConfigError, f"{name} has weights too large for fp16; use --precision bf16", release, large, tmp_path / "out"
-    )
-    assert release(large, tmp_path / "out", precision="bf16").tensor == name
-    refused(
-        ConfigError,
-        f"{name} is not finite",
-        release,
-        poison(rows, name, tmp_path / "nan", float("nan")),
-        tmp_path / "out",
-        name="nan",
-    )
+    refused(ConfigError, f"{name} has weights too large for fp16; use --precision bf16", release, large, "out")
+    assert release(large, "out", precision="bf16").tensor == name
+    bad = poison(rows, name, tmp_path / "nan", float("nan"))
+    refused(ConfigError, f"{name} is not finite", release, bad, "out", name="nan")
 
 
 def test_a_kill_leaves_no_half_of_a_release(rows: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
     script = "from emoe.runs.pretrained import release; release(*arguments)"
     with Server(tmp_path) as server:
-        pid = server.start(script, [str(rows.path), str(tmp_path / "out")], EMOE_FAULT="save:config.json")
+        pid = server.start(script, [str(rows.path), str(Path("out").resolve())], EMOE_FAULT="save:config.json")
         assert server.wait(pid) == 137, server.text(pid)
     (left,) = Path("out").iterdir()
     assert left.name.startswith(".tmp-rows-tiny-") and "rows-tiny" not in released()

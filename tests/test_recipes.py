@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -61,8 +62,8 @@ def test_a_recipe_takes_steps_and_samples(name: str, data: dict[str, dict[str, o
     method = experiment.build_method(domain.space)
     before = [parameter.detach().clone() for parameter in method.parameters()]
     stepper = Stepper(
-        method, domain.batches(train.batch, experiment.seed), method.ramps, experiment.optim, total=train.steps,
-        rng=Rng(1), ema=train.ema, precision="fp32", graph=False,
+        method, domain.batches(train.batch, experiment.seed), method.ramps, optim=experiment.optim,
+        train=dataclasses.replace(train, precision="fp32"), rng=Rng(1),
     )  # fmt: skip
     for step in range(4 if experiment.backbone.kind == "dit" else 1):  # whose head and gates start at zero
         stepper(step)

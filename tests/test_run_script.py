@@ -205,15 +205,6 @@ def test_system_mode_passes_arguments_and_status(tree: Tree) -> None:
     assert not tree.venv.exists()
 
 
-@pytest.mark.skipif(not (ROOT / "src/emoe/cli.py").exists(), reason="the command line is not there yet")
-def test_system_mode_runs_the_source_tree(tree: Tree) -> None:
-    shutil.copytree(ROOT / "src", tree.root / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    result = tree.run("emoe", "--help", EMOE_SYSTEM="1", PYTHON=sys.executable)
-    assert result.returncode == 0, result.stderr
-    assert "emoe" in result.stdout
-    assert not tree.venv.exists()
-
-
 @pytest.mark.parametrize("broken", ["", "-m mypy", "-m pytest"])
 def test_continuous_integration_runs_lint_and_tests_and_fails_with_either(tree: Tree, broken: str) -> None:
     shutil.copytree(ROOT / ".ci", tree.root / ".ci")

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from emoe.backbones.transformer import TransformerConfig
-from emoe.config import ConfigError
 from emoe.exact.checks import tiny_methods, verify
 from emoe.methods import emoe as emoe_method
 from emoe.methods.emoe import EMoE, EMoEConfig
@@ -18,7 +16,6 @@ from emoe.methods.mdlm import MDLMConfig
 from emoe.routing.compare import CompareConfig
 from emoe.routing.latent import RouteLatent
 from emoe.routing.routes import greedy
-from emoe.types import TokenSpace
 
 ROWS = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
 KL = "KL of the latent, computed and as a mean of log ratios"
@@ -40,20 +37,6 @@ def test_single_precision_and_comparisons_pass(tiny, compare: CompareConfig | No
     """At T = 1 the bound of MDLM is its NLL: differences are rounding, and have no spread to compare with."""
     config = EMoEConfig(experts=2, compare=compare) if compare else MDLMConfig()
     assert failing(tiny(config, mask_id=2, dtype=torch.float32), 1) == set()
-
-
-def test_kinds_without_an_exact_law_are_named() -> None:
-    assert {"mdlm", "vadd", "emoe"} <= set(tiny_methods())
-    with pytest.raises(ConfigError, match=r"method: 'mdml' has no exact law; did you mean 'mdlm'\?"):
-        tiny_methods("mdml")
-
-
-def test_too_large_models_are_refused_before_anything_is_run() -> None:
-    sizes = TransformerConfig(width=8, hidden=8, heads=2, time_size=4)
-    method = MDLMConfig().build(TokenSpace(51, 50, 12), sizes)
-    method.backbone.register_forward_pre_hook(lambda *_: pytest.fail("the network was run"))
-    with pytest.raises(ConfigError, match="exact: 50 symbols in 12 positions"):
-        next(verify(method, torch.zeros(1, 12, dtype=torch.long)))
 
 
 def test_a_broken_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

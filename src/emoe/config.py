@@ -12,11 +12,12 @@ import dataclasses
 import difflib
 import importlib
 import math
+import operator
 import pkgutil
 import reprlib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -35,6 +36,15 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+@contextlib.contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Put a prefix before each problem of a `ConfigError`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([prefix + line for line in error.problems]) from None
+
+
 def option(
     default: Any = MISSING,
     *,
@@ -44,38 +54,23 @@ def option(
     high: float | None = None,
     neutral: bool = False,
 ) -> Any:
-    """A config field with its explanation and its allowed range.
+    """A config field with one line of help for `--help` and its range, in which `above` is itself not allowed.
 
-    Args:
-        default: The default value; without one the field is required.
-        doc: One line that `--help` prints.
-        low: Smallest allowed value (inclusive).
-        above: Lower limit that is itself not allowed.
-        high: Largest allowed value (inclusive).
-        neutral: Whether it changes nothing of what a run computes, such as the interval of its log lines.
+    A `neutral` field changes nothing of what a run computes, such as the interval of its log lines.
     """
     limits = {"low": low, "above": above, "high": high}
     return dataclasses.field(default=default, metadata={"doc": doc, "neutral": neutral, **limits})
 
 
+def _limits(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[float, float], bool], float]]:
+    for key, sign, holds in (("low", ">=", operator.ge), ("above", ">", operator.gt), ("high", "<=", operator.le)):
+        if metadata.get(key) is not None:
+            yield sign, holds, metadata[key]
+
+
 def allowed_range(metadata: Mapping[str, Any]) -> str:
     """The range of a field as people write it: `>= 1`, `> 0 and <= 1`, or an empty string."""
-    parts = [
-        f"{sign} {metadata[key]:g}"
-        for key, sign in (("low", ">="), ("above", ">"), ("high", "<="))
-        if metadata.get(key) is not None
-    ]
-    return " and ".join(parts)
-
-
-def _out_of_range(value: float, metadata: Mapping[str, Any]) -> bool:
-    low, above, high = (metadata.get(key) for key in ("low", "above", "high"))
-    return (
-        not -math.inf < value < math.inf  # also right for whole numbers that no float can hold
-        or (low is not None and value < low)
-        or (above is not None and value <= above)
-        or (high is not None and value > high)
-    )
+    return " and ".join(f"{sign} {limit:g}" for sign, _, limit in _limits(metadata))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +80,14 @@ class Config:
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
+            limits = list(_limits(field.metadata))
             for value in _numbers(getattr(self, field.name)):
-                if _out_of_range(value, field.metadata):
+                # The comparison with infinity is right for whole numbers too that no float can hold.
+                if not (-math.inf < value < math.inf and all(holds(value, limit) for _, holds, limit in limits)):
                     allowed = allowed_range(field.metadata) or "a finite number"
                     problems.append(f"{field.name}: must be {allowed}, got {_short.repr(value)}")
                     break
-        if not problems:
-            problems.extend(self.conflicts())
-        if problems:
+        if problems := problems or list(self.conflicts()):
             raise ConfigError(problems)
 
     def conflicts(self) -> Iterator[str]:
@@ -100,17 +95,17 @@ class Config:
         return iter(())
 
 
-def _numbers(value: Any) -> Iterator[float]:
+def _numbers(value: Any) -> tuple[float, ...]:
     """The numbers a range applies to: a number, each number of a tuple, or the extremes of a ramp."""
-    if isinstance(value, bool) or value is None:
-        return
-    if isinstance(value, int | float):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, Family):
-        yield from value.extremes()
+    if isinstance(value, tuple):
+        return tuple(number for item in value for number in _numbers(item))
+    if isinstance(value, Family):
+        return value.extremes()
+    return (value,) if _is_number(value) else ()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,26 +150,26 @@ class Family(Config):
     @classmethod
     def known_kinds(cls) -> list[str]:
         """All kinds of the family, those in not yet imported modules of its package included."""
-        names = set(cls.members)
-        if cls.package:
-            package = importlib.import_module(cls.package)
-            modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-            names |= (modules - set(cls.shared) - set(cls._aliases().values())) | set(cls._aliases())
-        return sorted(names)
+        return sorted({*cls.members, *cls._modules()})
 
     @classmethod
-    def _aliases(cls) -> dict[str, str]:
-        """Kind -> module of the family's package, for kinds that do not have a module of their own name."""
-        return dict(getattr(importlib.import_module(cls.package), "KINDS", {})) if cls.package else {}
+    def _modules(cls) -> dict[str, str]:
+        """Kind -> module of the family's package; `KINDS` of the package names those that are called otherwise."""
+        if not cls.package:
+            return {}
+        package = importlib.import_module(cls.package)
+        others: dict[str, str] = getattr(package, "KINDS", {})
+        names = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        return {name: name for name in names.difference(cls.shared, others.values())} | others
 
     @classmethod
     def resolve(cls, kind: object) -> type[Family]:
-        """The class of a kind; imports the module of that name when it is needed."""
+        """The class of a kind; imports its module when it is needed."""
         if not isinstance(kind, str) or not kind:
             fault = f"expected text, got {_short.repr(kind)}" if kind else "missing"
             raise ConfigError([f"kind: {fault}; allowed: {', '.join(cls.known_kinds())}"])
-        if kind not in cls.members and cls.package and kind in cls.known_kinds():
-            importlib.import_module(f"{cls.package}.{cls._aliases().get(kind, kind)}")
+        if kind not in cls.members and (module := cls._modules().get(kind)):
+            importlib.import_module(f"{cls.package}.{module}")
         if kind not in cls.members:
             raise ConfigError([f"kind: {kind!r} is not known{hint(kind, cls.known_kinds())}"])
         return cls.members[kind]
@@ -197,56 +192,46 @@ def to_dict(config: Config, *, sparse: bool = False) -> dict[str, Any]:
 
     `sparse` leaves out fields that have their default value, so that it stays the same when new fields are added.
     """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Config):
-            return to_dict(value, sparse=sparse)
-        return list(value) if isinstance(value, tuple) else value
-
-    head = {"kind": config.kind} if isinstance(config, Family) else {}
-    default = {field.name: field.default for field in dataclasses.fields(config)} if sparse else {}
-    values = {name: getattr(config, name) for name in field_types(type(config))}
-    return head | {name: plain(value) for name, value in values.items() if not sparse or value != default[name]}
+    tree: dict[str, Any] = {"kind": config.kind} if isinstance(config, Family) else {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not sparse or value != field.default:
+            plain = to_dict(value, sparse=sparse) if isinstance(value, Config) else value
+            tree[field.name] = list(plain) if isinstance(plain, tuple) else plain
+    return tree
 
 
 def from_dict(cls: type[C], data: Any, path: str = "") -> C:
     """Build a config from a dictionary, strictly.
 
     Unknown or missing fields, wrong types, values out of range and illegal combinations raise `ConfigError` with
-    one line for each problem found.
+    one line for each problem.
     """
-    where = f"{path}: " if path else ""
-    prefix = f"{path}." if path else ""
     if not isinstance(data, Mapping):
+        where = f"{path}: " if path else ""
         raise ConfigError([f"{where}expected the fields of {cls.__name__}, got {_short.repr(data)}"])
-    data = dict(data)
+    prefix, data = f"{path}." if path else "", dict(data)
     if issubclass(cls, Family):
-        try:
+        with prefixed(prefix):
             cls = cls.resolve(data.pop("kind", cls.kind))  # type: ignore[assignment]
-        except ConfigError as error:
-            raise ConfigError([prefix + line for line in error.problems]) from None
     hints = field_types(cls)
-    problems = [
-        f"{prefix}{name}: unknown field of {cls.__name__}{hint(str(name), list(hints))}"
-        for name in data
-        if name not in hints
-    ]
+    unknown = [name for name in data if name not in hints]
+    problems = [f"{prefix}{name}: unknown field of {cls.__name__}{hint(str(name), list(hints))}" for name in unknown]
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
+        name = prefix + field.name
         if field.name in data:
             try:
                 allowed = allowed_range(field.metadata)
-                values[field.name] = convert(hints[field.name], data[field.name], f"{prefix}{field.name}", allowed)
+                values[field.name] = convert(hints[field.name], data[field.name], name, allowed)
             except ConfigError as error:
                 problems.extend(error.problems)
         elif field.default is MISSING and field.default_factory is MISSING:
-            problems.append(f"{prefix}{field.name}: missing; {field.metadata.get('doc', 'give a value')}")
-    if not problems:
-        try:
-            return cls(**values)
-        except ConfigError as error:
-            problems = [prefix + line for line in error.problems]
-    raise ConfigError(problems)
+            problems.append(f"{name}: missing; {field.metadata.get('doc', 'give a value')}")
+    if problems:
+        raise ConfigError(problems)
+    with prefixed(prefix):
+        return cls(**values)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -278,40 +263,34 @@ def type_name(annotation: Any) -> str:
 def convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
     """Check `value` (already a JSON value) against an annotation and return it in the annotated type.
 
-    The range `allowed` is not checked here; it is what an error about the type says besides.
+    The range `allowed` is not checked here; an error about the type names it.
     """
-    if value is None and type(None) in alternatives(annotation):
+    kinds = alternatives(annotation)
+    if value is None and type(None) in kinds:
         return None
-    for kind in alternatives(annotation):
-        if kind is type(None):
-            continue
+    for kind in kinds:
         if get_origin(kind) is Literal:
             if value in get_args(kind):
                 return value
-            if len(alternatives(annotation)) == 1:
+            if len(kinds) == 1:
                 known = hint(str(value), [str(choice) for choice in get_args(kind)])
                 raise ConfigError([f"{path}: got {_short.repr(value)}{known}"])
         elif get_origin(kind) is tuple:
             if isinstance(value, list | tuple):
                 return tuple(convert(get_args(kind)[0], item, path, allowed) for item in value)
-        elif isinstance(kind, type) and issubclass(kind, Config):
+        elif issubclass(kind, Config):
             if isinstance(value, kind):
                 return value
-            if isinstance(value, int | float) and not isinstance(value, bool) and issubclass(kind, Family):
-                try:
-                    built = kind.from_number(float(value))
-                except OverflowError:
-                    built = None
-                except ConfigError as error:
-                    raise ConfigError([f"{path}.{line}" for line in error.problems]) from None
-                if built is not None:
-                    return built
+            if issubclass(kind, Family) and _is_number(value):
+                with contextlib.suppress(OverflowError), prefixed(f"{path}."):
+                    if (built := kind.from_number(float(value))) is not None:
+                        return built
             return from_dict(kind, value, path)
         elif kind is float:
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if _is_number(value):
                 with contextlib.suppress(OverflowError):
                     return float(value)
-        elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
     expected = f"{type_name(annotation)} {allowed}".rstrip()
     raise ConfigError([f"{path}: expected {expected}, got {_short.repr(value)}"])

@@ -7,38 +7,25 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from io import TextIOBase
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-LINE_SECONDS = 3.0  # between two lines of progress where there is no terminal
+LINE_SECONDS = 3.0  # before the first line or bar of a meter, and between two lines
 Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
 class Progress:
-    """Shows how far a loop is: a bar on a terminal, one line for each `log` call elsewhere.
+    """Shows on standard error how far a loop is: a bar on a terminal, one line for each `log` call elsewhere.
 
-    Args:
-        total: Last step.
-        start: Step the loop begins at; speed is measured from there.
-        label: First word of the display.
-        stream: The stream to write to; default: standard error.
-        quiet: Show nothing.
+    The loop runs from step `start` to `total`.
     """
 
-    def __init__(
-        self,
-        total: int,
-        start: int = 0,
-        label: str = "",
-        *,
-        stream: TextIO | TextIOBase | None = None,
-        quiet: bool = False,
-    ):
+    def __init__(self, total: int, start: int = 0, label: str = "", *, quiet: bool = False):
         self.total, self.label = total, label
-        self._stream = None if quiet else stream or sys.stderr
+        self._stream = None if quiet else sys.stderr
         # Speed over the last calls, not since the start: a slow first step (compilation) would spoil the ETA.
         self._marks = deque([(time.monotonic(), start)], maxlen=20)
         self._shown = 0.0
@@ -52,6 +39,13 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Take the bar down and give the terminal back; a second call does nothing."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.stop()
+            self._bar = None
 
     def update(self, step: int) -> None:
         """Move the bar; cheap enough for every step. Without a bar it does nothing."""
@@ -78,13 +72,6 @@ class Progress:
                 self._bar.console.print(line, markup=False, highlight=False)
             elif self._stream is not None:
                 print(line, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Take the bar down and give the terminal back; a second call does nothing."""
-        if self._bar is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._bar.stop()
-            self._bar = None
 
 
 def _pace(done: int, seconds: float, left: int) -> str:
@@ -117,25 +104,18 @@ def _rich_bar(stream: Any) -> Any:
 
 
 @contextlib.contextmanager
-def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0) -> Iterator[Tick]:
+def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
     """Show how much of `total` is done and how long the rest takes.
 
-    Args:
-        total: Size of the work.
-        label: What it is.
-        quiet: Show nothing.
-        patience: Seconds before a terminal gets a bar; elsewhere the first line comes after `LINE_SECONDS` in any case.
+    A terminal gets a bar after `LINE_SECONDS`; elsewhere there is a line every `LINE_SECONDS`.
     """
-    done = 0
+    done, progress = 0, Progress(total, label=label, quiet=quiet)
     began = shown = time.monotonic()
-    progress, started = Progress(total, label=label, quiet=quiet), False
 
     def tick(size: int, text: str) -> None:
-        nonlocal done, shown, started
-        done += size
-        now = time.monotonic()
-        if not started and now - began >= patience:
-            started = True
+        nonlocal done, shown
+        done, now = done + size, time.monotonic()
+        if now - began >= LINE_SECONDS:
             progress.__enter__()
         progress.update(done)
         if now - shown >= LINE_SECONDS:
@@ -143,22 +123,14 @@ def meter(total: int, label: str, *, quiet: bool = False, patience: float = 0.0)
             progress.log(done, text)
 
     try:
-        if not patience:
-            started = True
-            progress.__enter__()
         yield tick
     finally:
         progress.close()
 
 
-@contextlib.contextmanager
-def tick_calls(module: nn.Module, tick: Tick) -> Iterator[None]:
+def tick_calls(module: nn.Module, tick: Tick) -> AbstractContextManager[object]:
     """Call `tick` after every forward call of a module; of a backbone every evaluation of the network."""
-    handle = module.register_forward_hook(lambda *_: tick(1, ""))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(lambda *_: tick(1, ""))
 
 
 def console_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:

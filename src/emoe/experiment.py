@@ -1,4 +1,4 @@
-"""An experiment: everything that decides a run, as one frozen config that JSON can hold."""
+"""An experiment: everything that decides a run, as one frozen config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from emoe.backbones.base import BackboneConfig
-from emoe.config import Config, ConfigError, from_dict, option, to_dict
+from emoe.config import Config, ConfigError, from_dict, option, prefixed, to_dict
 from emoe.domains.base import DomainConfig
 from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
 from emoe.files import replace_file
 from emoe.methods.base import Method, MethodConfig, SamplerConfig
 from emoe.migrate import SCHEMA, migrate
-from emoe.overrides import as_text, differences, neutral_fields, override
+from emoe.overrides import as_text, differences, override
 from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
@@ -83,12 +83,10 @@ class Experiment(Config):
             data = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
             raise ConfigError([f"{path}: not readable as JSON ({error})"]) from None
-        if not isinstance(data, dict):
-            raise ConfigError([f"{path}: does not hold an experiment"])
-        try:
+        with prefixed(f"{path}: "):
+            if not isinstance(data, dict):
+                raise ConfigError(["does not hold an experiment"])
             return cls.from_tree(data, data.pop("schema", None))
-        except ConfigError as error:
-            raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
 
     @classmethod
     def from_tree(cls, data: Mapping[str, Any], schema: object) -> Experiment:
@@ -103,12 +101,12 @@ def customise(experiment: Experiment, settings: Mapping[str, object]) -> Experim
     never pass for the recipe's own, nor replace them. Neutral fields and the seed are left out.
     """
     changed = override(experiment, settings)
-    neutral = neutral_fields(experiment) | neutral_fields(changed) | {"seed"}
-    moved = [path for path in differences(experiment, changed) if path not in neutral]
+    moved = differences(experiment, changed).keys() - {"seed"}
+    groups = {name: f"{name.replace('-', '_').removesuffix('.kind')}." for name in sorted(settings)}
     words = [
-        f"{name.replace('_', '-')}={as_text(value)}"
-        for name, value in sorted(settings.items())
-        if any(f"{path}.".startswith(f"{name.replace('-', '_')}.") for path in moved)
+        f"{name.replace('_', '-')}={as_text(settings[name])}"
+        for name, group in groups.items()
+        if any(f"{path}.".startswith(group) for path in moved)
     ]
     if not words or "name" in settings:
         return changed

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -66,6 +67,21 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
 
 
 @contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder to write into; it becomes `path` when the block ends, and vanishes after an error."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        sync_folder(temporary)
+        fault("before-rename")
+        temporary.rename(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
     """Hold a folder for a read-change-write; others that lock it wait. It leaves no file behind."""
     handle = os.open(folder, os.O_RDONLY)
@@ -82,18 +98,15 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     write_synced(path, _seal(rest) + b"\n" + rest)
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path, remedy: str = DAMAGED) -> dict[str, Any]:
     """Read what `write_sealed` wrote; a single changed bit is an error."""
-    try:
-        head, _, rest = path.read_bytes().partition(b"\n")
-    except OSError as error:
-        raise StorageError(path, f"cannot be read ({error.strerror})", DAMAGED) from error
+    head, _, rest = _read(path, remedy).partition(b"\n")
     if head != _seal(rest):
-        raise StorageError(path, "is damaged: its SHA-256 does not match", DAMAGED)
+        raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
     try:
         return dict(json.loads(b"{" + rest))
     except (ValueError, TypeError, RecursionError) as error:
-        raise StorageError(path, f"is not a JSON object ({error})", DAMAGED) from error
+        raise StorageError(path, f"is not a JSON object ({error})", remedy) from error
 
 
 def _seal(rest: bytes) -> bytes:
@@ -101,30 +114,31 @@ def _seal(rest: bytes) -> bytes:
     return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode()
 
 
-def read_verified(path: Path, sha256: str) -> bytes:
+def read_verified(path: Path, sha256: str, remedy: str = DAMAGED) -> bytes:
     """The bytes of a file once they match their SHA-256."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StorageError(path, f"cannot be read ({error.strerror})", DAMAGED) from error
+    data = _read(path, remedy)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StorageError(path, "is damaged: its SHA-256 does not match", DAMAGED)
+        raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
     return data
+
+
+def _read(path: Path, remedy: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(path, f"cannot be read ({error.strerror})", remedy) from error
 
 
 def prepare(root: Path) -> None:
     """Make a folder, remove what killed writers left in it, and raise at once if it is not writable."""
-    probe = root / f".tmp-probe-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
-        probe.mkdir()
-        write_synced(probe / "probe", b"probe")
+        with tempfile.TemporaryFile(dir=root) as probe:
+            probe.write(b"probe")
     except OSError as error:
         problem = f"cannot be written to ({error.strerror})"
         raise StorageError(root, problem, "free space or give a folder that is writable") from error
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:

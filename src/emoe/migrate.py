@@ -42,13 +42,11 @@ def migrate(data: Mapping[str, Any], schema: object) -> dict[str, Any]:
         raise ConfigError([f"schema {schema!r} is not known to this version (it reads 1 to {SCHEMA})"])
     tree = copy.deepcopy(dict(data))
     sections = {name: part for name, part in tree.items() if isinstance(part, dict)}  # `from_dict` refuses others
-    problems: list[str] = []
     for section, fields in DROPPED.items():
-        for name, neutral in fields.items():
-            _drop(sections.get(section, {}), name, neutral, problems, section)
+        _drop(sections.get(section, {}), fields, section)
     method, backbone, train = (sections.get(name, {}) for name in ("method", "backbone", "train"))
     if method.get("kind") == "emoe":
-        _emoe(method, problems)
+        _emoe(method)
     router = {name: backbone.pop(f"router_{name}") for name in ROUTER if f"router_{name}" in backbone}
     if router:
         backbone["router"] = {"bias": backbone.get("kind") != "dit"} | router
@@ -57,12 +55,10 @@ def migrate(data: Mapping[str, Any], schema: object) -> dict[str, Any]:
         sampler["kind"] = "plain"
     if "stop_when_dead" in train:
         train["stop_on_collapse"] = train.pop("stop_when_dead")
-    if problems:
-        raise ConfigError(problems)
     return tree
 
 
-def _emoe(method: dict[str, Any], problems: list[str]) -> None:
+def _emoe(method: dict[str, Any]) -> None:
     """E-MoE's options of schema 1, in place."""
     names = ("estimator", "draws", "credit", "carriers", "last_block", "gradient")
     old = {name: method.pop(name) for name in names if name in method}
@@ -71,10 +67,9 @@ def _emoe(method: dict[str, Any], problems: list[str]) -> None:
     if method.pop("balance_form", "switch") == "switch":
         method.pop("usage_floor", None)
     if old.get("estimator", "pathwise") == "pathwise":
-        for name, neutral in {"gradient": "top-k", "draws": 1, "carriers": "all", "last_block": "drawn"}.items():
-            _drop(old, name, neutral, problems, "method")
+        _drop(old, {"gradient": "top-k", "draws": 1, "carriers": "all", "last_block": "drawn"}, "method")
         return
-    _drop(old, "gradient", "none", problems, "method")
+    _drop(old, {"gradient": "none"}, "method")
     method["compare"] = {
         "estimator": old["estimator"],
         "draws": old.get("draws", 1),
@@ -84,8 +79,9 @@ def _emoe(method: dict[str, Any], problems: list[str]) -> None:
     }
 
 
-def _drop(part: dict[str, Any], name: str, neutral: Any, problems: list[str], section: str) -> None:
-    """Remove an option; it is a problem if it had an effect."""
-    value = part.pop(name, neutral)
-    if value != neutral:
-        problems.append(f"{section}.{name}: the option is gone, and this run has {value!r}; open it with version 0.1")
+def _drop(part: dict[str, Any], fields: Mapping[str, Any], section: str) -> None:
+    """Remove options that are gone, if they have the values at which they have no effect."""
+    values = {name: part.pop(name, neutral) for name, neutral in fields.items()}
+    if problems := [name for name, neutral in fields.items() if values[name] != neutral]:
+        gone = "the option is gone, and this run has"
+        raise ConfigError([f"{section}.{name}: {gone} {values[name]!r}; open it with version 0.1" for name in problems])

@@ -13,14 +13,14 @@ from typing import Any, TypeVar, get_args, get_origin
 from emoe.config import Config, ConfigError, Family, alternatives, convert, field_types, from_dict, to_dict
 
 C = TypeVar("C", bound=Config)
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def paths(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
     """All leaves of a config as (dotted path, annotation, field, value), nested configs opened."""
     hints = field_types(type(config))
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        path = prefix + field.name
+        value, path = getattr(config, field.name), prefix + field.name
         if isinstance(value, Family):
             yield path, hints[field.name], field, value.kind
         if isinstance(value, Config):
@@ -29,32 +29,21 @@ def paths(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclas
             yield path, hints[field.name], field, value
 
 
-def neutral_fields(config: Config) -> set[str]:
-    """Dotted paths of the fields that change nothing of what a run computes."""
-    return {path for path, _, field, _ in paths(config) if field.metadata.get("neutral")}
-
-
 def differences(old: Config, new: Config) -> dict[str, str]:
-    """Fields in which two configs differ: dotted path -> `old -> new`."""
-
-    def flat(tree: Any, path: str = "") -> dict[str, Any]:
-        if not isinstance(tree, dict):
-            return {path: tree}
-        return {k: v for name, sub in tree.items() for k, v in flat(sub, f"{path}.{name}" if path else name).items()}
-
-    a, b = flat(to_dict(old)), flat(to_dict(new))
-    return {key: f"{a.get(key)!r} -> {b.get(key)!r}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
+    """Fields in which two configs differ, neutral ones left out: dotted path -> `old -> new`."""
+    a, b = ({path: value for path, *_, value in paths(config)} for config in (old, new))
+    neutral = {path for each in (old, new) for path, _, field, _ in paths(each) if field.metadata.get("neutral")}
+    changed = [path for path in sorted({*a, *b} - neutral) if a.get(path) != b.get(path)]
+    return {path: f"{a.get(path)!r} -> {b.get(path)!r}" for path in changed}
 
 
 def as_text(value: object) -> str:
     """A value as it is written on a command line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Config):
-        return as_text(to_dict(value))
     if isinstance(value, list | tuple):
         return ",".join(map(as_text, value))
-    return json.dumps(value).replace('"', "'") if isinstance(value, Mapping) else str(value).lower()
+    if isinstance(value, Config | Mapping):
+        return json.dumps(to_dict(value) if isinstance(value, Config) else value).replace('"', "'")
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def field_hint(name: str, fields: list[str]) -> str:
@@ -68,9 +57,8 @@ def field_hint(name: str, fields: list[str]) -> str:
         close = [siblings[word] for word in difflib.get_close_matches(last, siblings, n=1)]
     else:
         close = difflib.get_close_matches(name, fields, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; allowed: {', '.join(sorted(siblings.values() or {field.partition('.')[0] for field in fields}))}"
+    allowed = siblings.values() or {field.partition(".")[0] for field in fields}
+    return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(sorted(allowed))}"
 
 
 def override(config: C, settings: Mapping[str, object]) -> C:
@@ -79,8 +67,7 @@ def override(config: C, settings: Mapping[str, object]) -> C:
     Text is read as on a command line; other values are taken as they are. A family is switched by its name
     (`{"method": "vadd"}`), which resets its fields to that kind's defaults.
     """
-    tree = to_dict(config)
-    problems = []
+    tree, problems = to_dict(config), []
     # A kind comes before the fields it resets, whatever the order on the command line.
     for name in sorted(settings, key=lambda name: name.removesuffix(".kind").count(".")):
         path = name.replace("-", "_")
@@ -100,26 +87,25 @@ def override(config: C, settings: Mapping[str, object]) -> C:
 
 def _parse(annotation: Any, text: str) -> Any:
     """Turn the text of a command-line value into a JSON value of the annotated type (checked by `convert`)."""
-    if type(None) in alternatives(annotation) and text.lower() in ("none", "null"):
+    kinds = alternatives(annotation)
+    if type(None) in kinds and text.lower() in ("none", "null"):
         return None
-    for kind in alternatives(annotation):
-        if kind is bool and text.lower() in ("true", "yes", "on", "false", "no", "off"):
-            return text.lower() in ("true", "yes", "on")
+    for kind in kinds:
+        family = kind if isinstance(kind, type) and issubclass(kind, Family) else None
+        if kind is bool and text.lower() in BOOLEANS:
+            return BOOLEANS[text.lower()]
         if get_origin(kind) is tuple:
             return [_parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
-        if kind is int:
+        if kind is int or kind is float or (family and family.from_number(0.0)):
             with contextlib.suppress(ValueError):
-                return int(text)
-        if kind is float or (isinstance(kind, type) and issubclass(kind, Family) and kind.from_number(0.0) is not None):
-            with contextlib.suppress(ValueError):
-                return float(text)
-        if isinstance(kind, type) and issubclass(kind, Config):
-            if text.lstrip().startswith("{"):
-                try:
-                    return json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError([f"not valid JSON ({error})"]) from None
-            return {"kind": text} if issubclass(kind, Family) else text
+                return int(text) if kind is int else float(text)
+        if isinstance(kind, type) and issubclass(kind, Config) and text.lstrip().startswith("{"):
+            try:
+                return json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError([f"not valid JSON ({error})"]) from None
+        if family:
+            return {"kind": text}
     return text
 
 
@@ -131,17 +117,16 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], value: object) -> Non
             tree.clear()
             tree["kind"] = value
             return
-    annotation = field_types(cls)[path[0]]
-    if len(path) == 1:
-        tree[path[0]] = _parse(annotation, value) if isinstance(value, str) else value
+    name, *rest = path
+    annotation = field_types(cls)[name]
+    if not rest:
+        tree[name] = _parse(annotation, value) if isinstance(value, str) else value
         return
-    inner = next(
-        (kind for kind in alternatives(annotation) if isinstance(kind, type) and issubclass(kind, Config)), None
-    )
-    if inner is None:
-        raise KeyError(path[0])
-    if tree.get(path[0]) is None:
-        tree[path[0]] = {}  # an optional part begins with its defaults
-    elif not isinstance(tree[path[0]], dict):
-        tree[path[0]] = to_dict(convert(annotation, tree[path[0]], path[0]))
-    _put(tree[path[0]], inner, path[1:], value)
+    configs = [kind for kind in alternatives(annotation) if isinstance(kind, type) and issubclass(kind, Config)]
+    if not configs:
+        raise KeyError(name)
+    if tree.get(name) is None:
+        tree[name] = {}  # an optional part begins with its defaults
+    elif not isinstance(tree[name], dict):
+        tree[name] = to_dict(convert(annotation, tree[name], name))
+    _put(tree[name], configs[0], rest, value)

@@ -1,4 +1,4 @@
-"""Numbers that depend on the training step h: temperatures, KL weights, learning rates.
+"""Numbers that depend on the training step h: temperatures, KL weights.
 
 Ramps are frozen configs, so they land in the saved experiment. The engine evaluates them on the host and hands the
 values to the method as 0-dimensional tensors; a captured CUDA graph therefore sees a new value at each replay.
@@ -42,17 +42,17 @@ class Constant(Ramp, kind="constant"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Ramp, kind="linear"):
-    """From `start` to `end` in a straight line over a share of training or a number of steps, then constant."""
+class Slope(Ramp):
+    """From `start` to `end` over a share of training or a number of steps, then constant."""
 
     start: float = option(doc="value at step 0")
     end: float = option(doc="value at the end of the ramp")
     share: float = option(1.0, doc="share of all steps the ramp takes", above=0, high=1)
     steps: int | None = option(None, doc="length of the ramp in steps, instead of a share", low=1)
 
-    def __call__(self, step: int, total: int) -> float:
-        """start + (end - start) * min(1, h / length)."""
-        return self.start + (self.end - self.start) * _progress(step, total, self.share, self.steps)
+    def progress(self, step: int, total: int) -> float:
+        """min(1, h / length)."""
+        return min(1.0, step / (self.steps if self.steps is not None else self.share * total))
 
     def extremes(self) -> tuple[float, ...]:
         """Both ends."""
@@ -60,21 +60,24 @@ class Linear(Ramp, kind="linear"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exponential(Ramp, kind="exponential"):
-    """From `start` to `end` by a constant factor per step (tau_h of App. B.1), then constant."""
+class Linear(Slope, kind="linear"):
+    """A straight line."""
+
+    def __call__(self, step: int, total: int) -> float:
+        """start + (end - start) * progress."""
+        return self.start + (self.end - self.start) * self.progress(step, total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponential(Slope, kind="exponential"):
+    """A constant factor per step (tau_h of App. B.1)."""
 
     start: float = option(doc="value at step 0", above=0)
     end: float = option(doc="value at the end of the ramp", above=0)
-    share: float = option(1.0, doc="share of all steps the ramp takes", above=0, high=1)
-    steps: int | None = option(None, doc="length of the ramp in steps, instead of a share", low=1)
 
     def __call__(self, step: int, total: int) -> float:
-        """start * (end / start) ** min(1, h / length)."""
-        return self.start * (self.end / self.start) ** _progress(step, total, self.share, self.steps)
-
-    def extremes(self) -> tuple[float, ...]:
-        """Both ends."""
-        return self.start, self.end
+        """start * (end / start) ** progress."""
+        return self.start * (self.end / self.start) ** self.progress(step, total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +95,3 @@ class Decay(Ramp, kind="decay"):
     def extremes(self) -> tuple[float, ...]:
         """The floor (a decay reaches it in the end) and the start."""
         return self.floor, self.start
-
-
-def _progress(step: int, total: int, share: float, steps: int | None) -> float:
-    length = steps if steps is not None else share * total
-    return min(1.0, step / length)
-
-
-def learning_rate(step: int, total: int, *, peak: float, warmup: int, cosine: bool, floor: float) -> float:
-    """Learning rate of update h = 0..total-1: linear warm-up, then constant or cosine.
-
-    Warm-up: peak * (h + 1) / warmup for h < warmup, so the first update is not lost.
-    Cosine: peak * (floor + (1 - floor) * (1 + cos(pi * u)) / 2), u = (h - warmup) / (total - warmup).
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if not cosine:
-        return peak
-    u = min(1.0, (step - warmup) / max(1, total - warmup))
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * u)))

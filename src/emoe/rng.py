@@ -21,10 +21,9 @@ def derive_seed(*keys: object) -> int:
 
 
 class Rng:
-    """Named random streams at a step.
+    """Named random streams at a step: `rng.at(step)` moves all of them, `rng.stream("mask")` is a `torch.Generator`.
 
-    `rng.at(step)` moves every stream to that step; `rng.stream("mask")` is a `torch.Generator`. Streams of one
-    rank differ from those of another unless asked for with `shared=True`.
+    Streams of one rank differ from those of another unless asked for with `shared=True`.
     """
 
     def __init__(self, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1):
@@ -35,17 +34,15 @@ class Rng:
     def at(self, step: int) -> Rng:
         """Move all streams to `step` and return self."""
         self.step = step
-        for (purpose, shared), generator in self._streams.items():
-            generator.manual_seed(self._seed_of(purpose, shared))
+        for key, generator in self._streams.items():
+            generator.manual_seed(self._seed_of(*key))
         return self
 
     def stream(self, purpose: Purpose, *, shared: bool = False) -> torch.Generator:
         """The generator of a purpose; it continues where its last draw of this step ended."""
         key = (purpose, shared)
         if key not in self._streams:
-            generator = torch.Generator(device=self.device)
-            generator.manual_seed(self._seed_of(purpose, shared))
-            self._streams[key] = generator
+            self._streams[key] = torch.Generator(device=self.device).manual_seed(self._seed_of(*key))
         return self._streams[key]
 
     def fork(self, *keys: object) -> Rng:
@@ -56,13 +53,10 @@ class Rng:
         """Streams of one of the parts that this rank's rows are cut into: those of rank r * parts + number.
 
         The draws of a step are thus a function of (seed, step, position of the part in the whole batch): two ranks of
-        one part each draw what one rank draws for its two parts. One part is this Rng itself.
+        one part each draw what one rank draws for its two parts.
         """
-        if parts == 1:
-            return self
-        return Rng(self.seed, device=self.device, rank=self.rank * parts + number, world=self.world * parts).at(
-            self.step
-        )
+        rank, world = self.rank * parts + number, self.world * parts
+        return Rng(self.seed, device=self.device, rank=rank, world=world).at(self.step)
 
     def generators(self) -> list[torch.Generator]:
         """Every generator opened so far (a CUDA graph must register them)."""

@@ -59,13 +59,8 @@ PAINT = Command("emoe paint", paint)
 def test_types_and_defaults() -> None:
     given = PAINT("a b --out x".split())
     assert (given["files"], given["out"], given["settings"]) == ((Path("a"), Path("b")), Path("x"), {})
-    assert [given[name] for name in ("steps", "seed", "names", "given", "continue_")] == [
-        None,
-        0,
-        ("a", "b"),
-        (),
-        False,
-    ]
+    assert (given["steps"], given["seed"], given["names"], given["given"]) == (None, 0, ("a", "b"), ())
+    assert given["continue_"] is False
     line = "a --out x --steps 1,2 --seed 7 --share 1 --ink light --names c --run r --run s --judge m --continue"
     given = PAINT([*line.split(), "--given", "?,1", "2,?"])
     assert (given["steps"], given["seed"], given["share"], given["ink"]) == ((1, 2), 7, 1.0, "light")
@@ -81,7 +76,7 @@ REFUSED = {
     "--steps 1,10": "steps: must be >= 1 and <= 9, got 1,10",
     "--steps 1,x": "steps: expected whole numbers >= 1 and <= 9, got '1,x'",
     "--seed 1,2": f"seed: expected one whole number >= 0 and <= {2**63 - 1}, got '1,2'",
-    "--share x": "share: expected numbers, got 'x'",
+    "--share x": "share: expected one number, got 'x'",
     "--share nan": "share: must be finite, got nan",
     "--ink drak": "ink: 'drak' is not known; did you mean 'dark'?",
     "--a.b": "a.b: a value is missing; write --a.b VALUE",

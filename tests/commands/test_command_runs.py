@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,7 +78,6 @@ sample TOY --given none.csv | 3 | none.csv: does not exist
 sample TOY --continue ?,1 | 2 | continue: row 0 has a hole before its last word; use --given to fill holes
 sample TOY --out none/x.npy | 5 | none/x.npy: No such file
 eval TOY --eval-lm x | 2 | eval-lm: | was not trained on text
-eval TOY --judge x | 2 | eval-lm: | was not trained on text
 eval TOY --results other.json | 2 | other.json:
 eval TOY --results other.json/r.json | 5 | other.json
 eval ROWS --exact | 2 | exact: rows-emoe
@@ -135,12 +133,9 @@ def test_exact_laws(trained: dict[str, Path], command: Command) -> None:
     assert not Path("deep/eval.json").exists()
     code, out, err = command("verify", "--method", "mdlm", "--json")
     assert code == 0 and all(line["passed"] and line["model"] == "tiny mdlm" for line in json.loads(out))
-    code, out, err = command("verify", "--method", "mdlm")
-    assert (
-        code == 0
-        and out.endswith(" checks passed\n")
-        and "tiny mdlm: bound@1 >= exact NLL at each of 4 rows: ok" in err
-    )
+    code, out, _ = command("verify", "--method", "mdlm")
+    assert code == 0 and out.endswith(" checks passed\n")
+    assert "tiny mdlm: bound@1 >= exact NLL at each of 4 rows: ok (" in out
 
 
 def test_released_weights(trained: dict[str, Path], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +143,7 @@ def test_released_weights(trained: dict[str, Path], command: Command, monkeypatc
     code, out, _ = command("release", run, "--out", "out", "--name", "mine", "--precision", "bf16")
     assert code == 0 and out.startswith("out/mine: ") and " MB in bf16; largest rounding error " in out
     code, out, _ = command("release", run, "--out", "out", "--name", "b", "--licence", "CC0-1.0", "--json")
-    (entry,) = json.loads(out)
+    entry = json.loads(out)
     assert code == 0 and (entry["name"], entry["path"]) == ("b", "out/b") and load_run("out/b").licence == "CC0-1.0"
     monkeypatch.setenv("EMOE_WEIGHTS", "out")
     samples = [command("sample", name, "--n", 3, "--json")[1] for name in ("mine", "out/mine")]
@@ -157,18 +152,14 @@ def test_released_weights(trained: dict[str, Path], command: Command, monkeypatc
     assert code == 3 and "rows.npy" in err
 
 
-def test_train(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train(command: Command) -> None:
     words = f"train toy-8modes-mdlm --device cpu {QUICK}".split()
     code, out, err = command(*words, "--run", "a")
     assert code == 0 and "a: step 2 of 2 after" in out and "next: emoe eval a" in out
     assert "toy-8modes-mdlm seed 0: step 2/2 (100.0%)" in err
     code, out, err = command(*words, "--run", "a", "--quiet", "--resume", "--json")
-    assert (
-        code == 0 and json.loads(out) | {"seconds": 0} == {"run": "a", "step": 2, "steps": 2, "seconds": 0} and not err
-    )
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    code, _, err = command(*words, "--run", "c", "--wandb", "--quiet")
-    assert code == 2 and err == "emoe train: wandb: the package is missing; pip install wandb\n"
+    outcome = {"run": "a", "step": 2, "steps": 2, "seconds": 0}
+    assert code == 0 and json.loads(out) | {"seconds": 0} == outcome and not err
 
 
 def test_the_demo_in_small(command: Command) -> None:

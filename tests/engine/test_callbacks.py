@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import signal
 import sys
@@ -117,13 +116,12 @@ def test_early_stopping_counts_records_that_hold_the_number_also_over_a_resumpti
         assert result.stop.reason == "score has not improved since step 4"
 
 
-def test_the_progress_bar_shows_notes_losses_and_warnings(tmp_path: Path) -> None:
-    stream, notes = io.StringIO(), ("CUDA graphs are off with several ranks",)
-    bar = callbacks.ProgressBar("name", stream=stream)
+def test_the_progress_bar_shows_notes_losses_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes, bar = ("CUDA graphs are off with several ranks",), callbacks.ProgressBar("name")
     bar.on_start(FitInfo(4, 0, tmp_path, torch.device("cpu"), notes))
     bar.on_log({"step": 2, "loss": 0.25, "warning": "careful"})
     bar.on_end(None)
-    note, warning, line = stream.getvalue().splitlines()
+    note, warning, line = capsys.readouterr().err.splitlines()
     assert note == f"name: {notes[0]}" and warning == "name: warning: step 2: careful"
     assert line.startswith("name: step 2/4 (50.0%)") and line.endswith("| loss 0.2500")
 

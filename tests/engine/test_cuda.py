@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def losses(recipe: str, *, graph: bool, steps: int, parts: int) -> tuple[list[float], list[torch.Tensor]]:
-    experiment = override(get_recipe(recipe), {"train.precision": "fp32", "train.ema": 0.99})
+    settings = {"train.steps": steps, "train.accumulate": parts, "train.batch": 64, "train.cuda_graph": graph}
+    experiment = override(get_recipe(recipe), {"train.precision": "fp32", "train.ema": 0.99, **settings})
     domain, device = experiment.domain.build(0), torch.device("cuda")
     method = experiment.build_method(domain.space).to(device)
     stepper = Stepper(
-        method, domain.batches(64, 0, device=device), method.ramps, experiment.optim, total=steps, accumulate=parts,
-        rng=Rng(1, device=device), ema=experiment.train.ema, precision="fp32", graph=graph,
+        method, domain.batches(64, 0, device=device), method.ramps, optim=experiment.optim, train=experiment.train,
+        rng=Rng(1, device=device),
     )  # fmt: skip
     values = []
     for step in range(steps):

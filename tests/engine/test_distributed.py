@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.engine import checkpoint, distributed
-from emoe.engine.distributed import World, launched, timeout_seconds
+from emoe.engine.distributed import launched, timeout_seconds
 from emoe.engine.fit import TrainConfig, fit
 from emoe.engine.optim import OptimConfig
 from emoe.rng import Rng
@@ -26,17 +25,19 @@ SMALL = TOY | {"train.ema": 0.9, "train.save_every": 7}
 STEPS = 60
 LONG = 100_000
 
-# Training in double precision, which no recipe offers. With `spoil`, parts of rank 1 alone use a parameter, and their
-# loss, but not their gradient, is not a number at step 1.
+# Training in double precision, which no recipe offers, with gradients in several buckets. With `spoil`, parts of rank 1
+# alone use a parameter, and their loss, but not their gradient, is not a number at step 1.
 EXACT = """
 from pathlib import Path
 import torch
+from emoe.engine import distributed
 from emoe.engine.distributed import joined
 from emoe.engine.fit import fit
 from emoe.overrides import override
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
 kind, folder, settings, spoil = arguments
+distributed.BUCKET_BYTES = 4096
 experiment = override(get_recipe("toy-8modes-" + kind), settings)
 domain = experiment.domain.build(0)
 method = experiment.build_method(domain.space).double()
@@ -61,12 +62,6 @@ with joined(torch.device("cpu")) as world:
         train=experiment.train, rng=Rng(4, **share), run_dir=Path(folder), world=world,
     )
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 def job(run: Path, steps: int = STEPS, *, resume: bool = False, **settings: object) -> dict[str, Any]:
@@ -210,15 +205,6 @@ def test_starts_that_are_refused_for_all(server: Server, whole: Path, tmp_path: 
     assert wait(server, pids) == [2, 2] and "8 rows cannot be cut into 2 (processes) x 8" in server.text(pids[1])
 
 
-def test_alone_nothing_is_exchanged() -> None:
-    world, tensor, done = World(), torch.ones(3), list[int]()
-    world.average([tensor])
-    world.check_same("a", "b")
-    world.lead(lambda: done.append(1))
-    assert world.leads and world.agree(7) == 7 and world.any_of([1, 0]) == [1, 0] and torch.equal(tensor, torch.ones(3))
-    assert done == [1]
-
-
 def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
@@ -246,13 +232,3 @@ def test_the_streams_must_be_those_of_the_rank(tmp_path: Path) -> None:
             module, lambda step: torch.zeros(1), {}, optim=OptimConfig(), train=TrainConfig(),
             rng=Rng(0, rank=1, world=2), run_dir=tmp_path,
         )  # fmt: skip
-
-
-def test_buckets_keep_order_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "BUCKET_BYTES", 16)
-    single, double = torch.float32, torch.float64
-    sizes = [(3, single), (1, double), (2, single), (9, single), (1, single)]
-    buckets = distributed._buckets([torch.zeros(count, dtype=kind) for count, kind in sizes])
-    assert [[(tensor.numel(), tensor.dtype) for tensor in bucket] for bucket in buckets] == [
-        [(3, single), (2, single)], [(9, single)], [(1, single)], [(1, double)]
-    ]  # fmt: skip

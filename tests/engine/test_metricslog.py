@@ -15,14 +15,14 @@ from emoe.files import StorageError
 
 
 def write(path: Path, first: int, last: int) -> None:
-    with MetricsLog.resume(path, first - 1) as log:
+    with MetricsLog(path, first - 1) as log:
         for step in range(first, last + 1):
             log.write({"step": step, "loss": 1 / step})
 
 
 def test_lines_are_on_file_at_once_and_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "not" / "yet" / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with MetricsLog(path, 0) as log:
         values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": torch.tensor(0.5), "e": np.float32(2)}
         log.write({"step": 1, **values, "f": torch.tensor([1.0, math.inf]), "g": "text", "h": None, "i": True})
         line = path.read_text()
@@ -58,14 +58,15 @@ def test_a_restart_from_step_zero_empties_the_log(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe garbage\n[3]\n{"loss": 1}\n{"step": 2')
     assert [record["step"] for record in read_metrics(path)] == [1]
-    MetricsLog.resume(path, 0).close()
+    with MetricsLog(path, 0):
+        pass
     assert path.read_bytes() == b"" and [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_log_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="metrics.jsonl"):
-        MetricsLog(tmp_path / "file" / "metrics.jsonl")
+        MetricsLog(tmp_path / "file" / "metrics.jsonl", 0)
     if Path("/dev/full").exists():
-        with MetricsLog(Path("/dev/full")) as log, pytest.raises(StorageError, match="No space left"):
+        with MetricsLog(Path("/dev/full"), 0) as log, pytest.raises(StorageError, match="No space left"):
             log.write({"step": 1})

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ import pytest
 from processes import TRAIN, Server, outcome
 from small import TOY
 
-from emoe.engine.rundir import RunBusy, RunLock
+from emoe.engine.rundir import RunBusy, run_lock
 from emoe.experiment import Experiment
 from emoe.files import StorageError
 
 HOLD = """
 import time
 from pathlib import Path
-from emoe.engine.rundir import RunBusy, RunLock
+from emoe.engine.rundir import RunBusy, run_lock
 try:
-    with RunLock(Path(arguments)):
+    with run_lock(Path(arguments)):
         print("held", flush=True)
         time.sleep(100)
 except RunBusy as error:
@@ -43,12 +42,6 @@ while not os.path.exists(go):
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
 def test_the_holder_is_named_and_a_killed_one_leaves_no_lock(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "run with spaces"
     first = server.start(HOLD, str(folder))
@@ -58,10 +51,10 @@ def test_the_holder_is_named_and_a_killed_one_leaves_no_lock(server: Server, tmp
     assert f"process {first};" in server.text(second) and str(folder) in server.text(second)
     os.kill(first, signal.SIGKILL)
     assert server.wait(first) == -signal.SIGKILL
-    with RunLock(folder):
+    with run_lock(folder):
         assert (folder / "run.lock").read_text() == f"{os.getpid()}\n"
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="run.lock"), RunLock(tmp_path / "file"):
+    with pytest.raises(StorageError, match="run.lock"), run_lock(tmp_path / "file"):
         pass
 
 
@@ -70,13 +63,13 @@ def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
 
     def enter() -> None:
         try:
-            with RunLock(tmp_path):
+            with run_lock(tmp_path):
                 entered.append(True)
         except RunBusy:
             entered.append(False)
 
-    with pytest.raises(KeyError), RunLock(tmp_path):
-        with RunLock(tmp_path / "." / ""):
+    with pytest.raises(KeyError), run_lock(tmp_path):
+        with run_lock(tmp_path / "." / ""):
             pass
         thread = threading.Thread(target=enter)  # the inner block has not freed the folder
         thread.start()

@@ -72,8 +72,8 @@ def batches(method: MaskedDiffusion, step: int) -> Tensor:
 
 def stepper_of(method: MaskedDiffusion, accumulate: int) -> Stepper:
     return Stepper(
-        method, lambda step: batches(method, step), method.ramps, OPTIM,
-        total=STEPS, rng=Rng(5), ema=0.5, precision="fp32", graph=False, accumulate=accumulate,
+        method, lambda step: batches(method, step), method.ramps, optim=OPTIM, rng=Rng(5),
+        train=TrainConfig(steps=STEPS, batch=accumulate, ema=0.5, accumulate=accumulate),
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 def test_parts_equal_one_batch(kind: str, parts: int, tiny: Tiny) -> None:
     cut, whole = (stepper_of(tiny(CONFIGS[kind], size=4, length=3, width=16, hidden=16), count) for count in (parts, 1))
     draws = DrawnInParts([Rng(5).part(number, parts) for number in range(parts)])
-    draws.open(whole.rng)
+    draws.open(whole.parts[0])
     for step in range(STEPS):
         cut(step)
         for part in draws.parts:
@@ -178,9 +178,8 @@ def test_times_of_the_parts_are_those_of_the_batch() -> None:
         assert torch.equal(torch.cat(times), whole)
 
 
-def test_one_part_is_the_stream_itself_and_parts_are_as_ranks() -> None:
+def test_parts_are_as_ranks() -> None:
     rng = Rng(3, rank=1, world=2)
-    assert rng.part(0, 1) is rng
     for number in range(3):
         part, rank = rng.part(number, 3).at(9), Rng(3, rank=3 + number, world=6).at(9)
         assert torch.equal(torch.rand(4, generator=part.stream("mask")), torch.rand(4, generator=rank.stream("mask")))

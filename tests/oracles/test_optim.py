@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
-from emoe.engine.stepper import Stepper
+from emoe.engine.stepper import Stepper, TrainConfig
 from emoe.ramps import Linear
 from emoe.rng import Rng
 from emoe.types import Loss
@@ -156,8 +156,8 @@ def test_stepper_passes_the_numbers_of_the_step(start: int):
     module, total = Recorder(), 2000
     optim = OptimConfig(lr=0.5, warmup=4, schedule="cosine", clip=None)
     stepper = Stepper(
-        module, lambda step: torch.ones(2), {"weight": Linear(start=0.0, end=1.0)}, optim,
-        total=total, rng=Rng(0), ema=0.99, precision="fp32", graph=False,
+        module, lambda step: torch.ones(2), {"weight": Linear(start=0.0, end=1.0)}, optim=optim,
+        train=TrainConfig(steps=total, ema=0.99), rng=Rng(0),
     )  # fmt: skip
     for step in range(start, start + 5):
         stepper(step)

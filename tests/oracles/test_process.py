@@ -20,7 +20,7 @@ from emoe.engine.optim import OptimConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
-from emoe.ramps import Constant, Decay, Exponential, Linear, learning_rate
+from emoe.ramps import Constant, Decay, Exponential, Linear
 from emoe.rng import Rng
 
 SIZE, MASK = 4, 1
@@ -343,5 +343,5 @@ def test_learning_rate_follows_its_closed_form():
     last = 0.5 * (0.2 + 0.8 * (1 + math.cos(math.pi * 99 / 100)) / 2)
     assert config.lr_at(109, total) == pytest.approx(last)
     assert config.lr_at(110, total) == pytest.approx(0.1)
-    assert learning_rate(0, 5, peak=1.0, warmup=0, cosine=True, floor=0.0) == 1.0
-    assert [learning_rate(h, 5, peak=1.0, warmup=0, cosine=False, floor=0.0) for h in range(5)] == [1.0] * 5
+    assert OptimConfig(lr=1.0).lr_at(0, 5) == 1.0
+    assert [OptimConfig(lr=1.0, schedule="constant").lr_at(h, 5) for h in range(5)] == [1.0] * 5

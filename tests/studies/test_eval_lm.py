@@ -129,9 +129,9 @@ def experiment(text: Text, method: MethodConfig) -> Experiment:
 @pytest.fixture
 def run(text: Text, scramble) -> Run:
     config = experiment(text, ARConfig())
-    return Run(
-        Path("somewhere/lm"), config, scramble(config.build_method(text.space).double().eval(), 3), 0, domain=text
-    )
+    run = Run(Path("somewhere/lm"), config, scramble(config.build_method(text.space).double().eval(), 3), 0)
+    run.domain = text
+    return run
 
 
 def test_a_run_scores_rows_as_the_sum_of_its_log_probabilities(text, run, monkeypatch):
@@ -172,7 +172,8 @@ def test_a_run_folder(text, tmp_path):
 
 def test_runs_that_are_refused(text, run, sets, tmp_path):
     mdlm = experiment(text, MDLMConfig())
-    other = Run(Path("somewhere"), mdlm, mdlm.build_method(text.space), 0, domain=text)
+    other = Run(Path("somewhere"), mdlm, mdlm.build_method(text.space), 0)
+    other.domain = text
     with pytest.raises(
         ConfigError, match="eval-lm: somewhere holds 'mdlm', which has no exact NLL; give a run of 'ar'"
     ):

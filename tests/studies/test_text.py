@@ -316,7 +316,8 @@ def test_passes_are_counted(method: str, settings, entered: float, inside: float
     """[x0; xt] counts twice, an encoder too; four draws of E-MoE part in the first of two blocks: (2 + 8) / 2."""
     domain = TextConfig(path=str(sets / "set")).build(0)
     experiment = customise(get_recipe(f"text-tiny-{method}"), settings)
-    run = Run(Path(), experiment, experiment.build_method(domain.space).eval(), 0, domain=domain)
+    run = Run(Path(), experiment, experiment.build_method(domain.space).eval(), 0)
+    run.domain = domain
     assert course.network_passes(run) == {"passes_train": entered, "calls_step": 1, "passes_block": inside}
 
 

@@ -7,7 +7,7 @@ A command is a function, or a frozen dataclass of options, whose signature and d
   an option `1,2,4`; annotated with `SEVERAL` or `REPEATED` it takes several words or is given several times. An
   annotation `"--old"` is another name of an option, which help does not show.
 - `settings` receives fields of a recipe (`--train.steps 50`), `command` the command line as it was typed.
-- `Args` in the docstring are the help, `name (METAVAR): text`; `Examples` end it.
+- `Args` in the docstring are the help, `name (METAVAR): text`, beside those in `COMMON`; `Examples` end it.
 
 In a dataclass the metadata of a field stand for this: `help`, `metavar`, `low`, `high`, `positional`, `repeat`, and
 `hidden` for one that is no option. An empty text as its default means that it is required.
@@ -25,12 +25,19 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import dedent
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from emoe.commands.settings import FIELDS, as_typed, field_names, split_settings
+from emoe.commands.settings import FIELDS, field_names, split_settings
 from emoe.commands.values import Range, read, unwrap
+from emoe.overrides import as_text, field_hint
 
 T = TypeVar("T")
 SEVERAL, REPEATED = "several words", "given several times"
 INJECTED = ("settings", "command")
+COMMON = {
+    "data_root": "folder with data files (MNIST); default: EMOE_DATA, then ./data",
+    "device": "auto, cpu, cuda, cuda:N",
+    "json": "print JSON",
+    "quiet": "no progress",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,8 +53,6 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: str, fields: Sequence[str]) -> NoReturn:
         """Exit because of an unknown argument; `fields` are settings that it may have meant."""
-        from emoe.overrides import field_hint
-
         name = unknown.partition("=")[0]
         flags = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         self.error(f"unknown argument {name!r}{field_hint(name[2:], [*flags, *fields]) if name[:2] == '--' else ''}")
@@ -91,9 +96,9 @@ class Command(Generic[T]):
             limits = (Range(**ends), *[REPEATED] * bool(field.get("repeat")))
             self.annotations[name] = Annotated[self.annotations[name], *limits]
         kind, extras = unwrap(self.annotations[name])
-        shown = "" if required else as_typed(parameter.default)
+        shown = "" if required else as_text(parameter.default)
         if "default" not in text and shown not in ("none", "false", ""):
-            text += f" (default {shown})"
+            text += f" (default {shlex.quote(shown)})"
         options = {"help": text.replace("%", "%%")} | _words(kind, extras, positional=positional, required=required)
         if kind is not bool:
             options["metavar"] = f"{{{','.join(get_args(kind))}}}" if get_origin(kind) is Literal else metavar or None
@@ -153,6 +158,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], list[str
     description, *parts = re.split(r"^(Args|Examples|Raises|Returns|Attributes):\n", text, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], map(dedent, parts[1::2]), strict=True))
     entries = re.findall(r"^(\w+)(?: \((.*?)\))?: (.*(?:\n +.*)*)", sections.get("Args", ""), flags=re.MULTILINE)
-    helps = {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
+    helps = {name: ("", text) for name, text in COMMON.items()}
+    helps |= {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
     examples = [f"  {line}".rstrip() for line in sections.get("Examples", "").rstrip().splitlines()]
     return " ".join(description.split()), helps, ["", "examples:", *examples] if examples else []

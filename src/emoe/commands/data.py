@@ -29,8 +29,6 @@ def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> in
 
     Args:
         what (mnist|prepare): what to do
-        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
-        quiet: no progress
 
     Examples:
         emoe data mnist
@@ -103,7 +101,6 @@ def prepare(
         encoding_errors: bytes that are not UTF-8: an error, or replaced
         seed: seed of --split
         jobs: processes; default: one for each core
-        quiet: no progress
 
     Examples:
         emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news

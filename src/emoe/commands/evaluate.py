@@ -56,11 +56,7 @@ def evaluate(
             Face model
         rows: held-out rows for likelihoods (default 2000, or all where there are fewer)
         results: also merge the rows into this results file
-        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
-        device: auto, cpu, cuda, cuda:N
         json: print the rows as JSON
-        settings: fields that do not change the weights
-        command: the command line, for the record
 
     Examples:
         emoe eval runs/a runs/b --nfe 1,2,4

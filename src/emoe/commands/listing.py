@@ -14,7 +14,6 @@ def list_recipes(recipe: str | None = None, *, json: bool = False) -> int:
 
     Args:
         recipe: a recipe whose fields are shown
-        json: print JSON
 
     Examples:
         emoe list

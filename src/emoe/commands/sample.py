@@ -13,7 +13,7 @@ from emoe.commands.args import SEVERAL, Command
 from emoe.commands.settings import with_data_root
 from emoe.commands.values import Rows, Seed, Steps
 from emoe.config import ConfigError
-from emoe.console import LINE_SECONDS, meter, tick_calls
+from emoe.console import meter, tick_calls
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,11 +61,6 @@ def sample(
         keep: what stays of the given rows: positions such as 0-9,20, or none; of images also top-half, bottom-half,
             left-half, right-half, centre, border, or a .png mask (white stays). Default: all tokens that are given
         ink: ink of .png images; auto looks at the border
-        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
-        device: auto, cpu, cuda, cuda:N
-        quiet: no progress
-        json: print JSON
-        settings: fields that do not change the weights
 
     Examples:
         emoe sample runs/toy --n 1000 --nfe 2 --out samples.npy --picture samples.png
@@ -81,7 +76,7 @@ def sample(
     if not source and (keep is not None or ink != "auto"):
         name = "ink" if keep is None else "keep"
         raise ConfigError([f"{name}: says what is done with given rows; add --given FILE"])
-    from emoe.runs.completion import check_beginnings, fill_in, prepare
+    from emoe.runs.completion import check_beginnings, prepare
     from emoe.runs.train import load_run
 
     with with_data_root(settings, data_root) as fields:
@@ -101,7 +96,7 @@ def sample(
         if continue_:
             check_beginnings(masked, space)
         with sampling(opened, n * len(rows), (nfe,), f"completions by {run}", quiet=quiet):
-            completion = fill_in(opened, rows, masked, n, nfe, seed=seed)
+            completion = opened.fill_in(rows, masked, n, nfe, seed=seed)
         samples = completion.pool
         outcome["given"] = masked.where(completion.kept, -1).tolist()
         if picture:
@@ -132,7 +127,7 @@ def show(samples: Tensor, run: Run, outcome: dict[str, Any], out: str | None, *,
 def sampling(run: Run, rows: int, nfe: Sequence[int], label: str, *, quiet: bool = False) -> Iterator[None]:
     """Progress in network calls that draw `rows` rows for each NFE; a bar after a few seconds."""
     calls = sum(nfe) * -(-rows // run.experiment.eval.batch)
-    with meter(calls, label, quiet=quiet, patience=LINE_SECONDS) as tick, tick_calls(run.method.backbone, tick):
+    with meter(calls, label, quiet=quiet) as tick, tick_calls(run.method.backbone, tick):
         yield
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from emoe.config import Config, ConfigError, allowed_range, type_name
-from emoe.overrides import paths
+from emoe.overrides import as_text, paths
 
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
 
@@ -57,13 +57,6 @@ def with_data_root(settings: Mapping[str, str], folder: str | None) -> Iterator[
         raise ConfigError([lost if line.startswith(wrong) else line for line in error.problems]) from None
 
 
-def as_typed(value: object) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, tuple):
-        return ",".join(map(as_typed, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else shlex.quote(str(value))
-
-
 def field_names(recipe: str) -> list[str]:
     """All fields of a recipe as they are typed."""
     from emoe.recipes import get_recipe
@@ -75,5 +68,5 @@ def print_fields(config: Config) -> None:
     """Print every field of an experiment: flag, value, meaning, type and range."""
     for path, annotation, field, value in paths(config):
         allowed = allowed_range(field.metadata)
-        print(f"  --{path.replace('_', '-')} {as_typed(value)}")
+        print(f"  --{path.replace('_', '-')} {shlex.quote(as_text(value))}")
         print(f"        {field.metadata.get('doc', '')} [{type_name(annotation)}{', ' + allowed if allowed else ''}]")

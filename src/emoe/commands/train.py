@@ -37,13 +37,9 @@ def train(
         recipe: name of a recipe (emoe list)
         run: run folder; default runs/RECIPE-seedN
         resume: continue from the newest checkpoint, if there is one
-        device: auto, cpu, cuda, cuda:N
-        quiet: no progress
         tensorboard: also write TensorBoard events into the run folder
         wandb: also log to Weights & Biases
-        data_root: folder with data files (MNIST); default: EMOE_DATA, then ./data
         json: print the outcome as JSON
-        settings: fields of the recipe
 
     Examples:
         emoe train toy-8modes-emoe --run runs/a --train.steps 2000

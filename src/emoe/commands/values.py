@@ -36,41 +36,30 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def read(name: str, annotation: Any, words: str | list[str]) -> Any:
-    """The value of an argument.
+    """The value of an argument: of type int, float, str, Path, Literal, or a tuple of them.
 
-    Args:
-        name: The argument, for errors.
-        annotation: Its type: int, float, str, Path, Literal, or a tuple of them.
-        words: A word, with commas for a tuple (`1,2,4`); or the elements of a tuple.
+    A tuple is a word with commas (`1,2,4`), or a list of its elements. `name` is for errors.
 
     Raises:
         ConfigError: A value that is not allowed.
     """
     kind, extras = unwrap(annotation)
-    inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    several = get_origin(kind) is tuple
+    element = get_args(kind)[0] if several else kind
     if isinstance(words, list):
-        return tuple(read(name, inner, word) for word in words)
-    if inner in NUMBERS:
+        return tuple(read(name, element, word) for word in words)
+    if element in NUMBERS:
         allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
-        values = _numbers(name, inner, words, allowed, one=inner is kind)
-        return values[0] if inner is kind else values
-    if inner is not kind:
-        return tuple(inner(part.strip()) for part in words.split(",") if part.strip())
-    if get_origin(kind) is not Literal:
-        return kind(words)
-    if words not in get_args(kind):
-        raise ConfigError([f"{name}: {words!r} is not known{hint(words, list(get_args(kind)))}"])
-    return words
-
-
-def _numbers(name: str, kind: Any, words: str, allowed: Range, *, one: bool) -> tuple[float, ...]:
-    expected = f"{NUMBERS[kind]}s {allowed}".rstrip()
-    try:
-        values = tuple(map(kind, words.split(",")))
-    except ValueError:
-        raise ConfigError([f"{name}: expected {expected}, got {words!r}"]) from None
-    if one and len(values) > 1:
-        raise ConfigError([f"{name}: expected one {expected.replace('s', '', 1)}, got {words!r}"])
-    if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
-        raise ConfigError([f"{name}: must be {str(allowed) or 'finite'}, got {words}"])
-    return values
+        try:
+            values = tuple(map(element, words.split(","))) if several else (element(words),)
+        except ValueError:
+            expected = f"{NUMBERS[element]}s" if several else f"one {NUMBERS[element]}"
+            raise ConfigError(f"{name}: expected {f'{expected} {allowed}'.rstrip()}, got {words!r}") from None
+        if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
+            raise ConfigError(f"{name}: must be {str(allowed) or 'finite'}, got {words}")
+        return values if several else values[0]
+    if several:
+        return tuple(element(part.strip()) for part in words.split(",") if part.strip())
+    if get_origin(kind) is Literal and words not in get_args(kind):
+        raise ConfigError(f"{name}: {words!r} is not known{hint(words, list(get_args(kind)))}")
+    return words if get_origin(kind) is Literal else kind(words)

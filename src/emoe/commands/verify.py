@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from json import dumps
 from typing import Any
 
@@ -21,8 +20,6 @@ def verify(
         run: run folder of a model small enough to enumerate (the toy); else tiny ones
         method: only this kind of tiny model, such as mdlm, vadd or emoe
         seed: seed of models and draws
-        device: auto, cpu, cuda, cuda:N
-        json: print JSON
 
     Examples:
         emoe verify
@@ -31,7 +28,6 @@ def verify(
     """
     import torch
 
-    from emoe.console import console_table
     from emoe.exact import checks
     from emoe.runs.train import load_run
 
@@ -46,14 +42,9 @@ def verify(
         for check in checks.verify(model, rows, seed=seed):
             lines.append({"model": name, "check": check.name, "passed": check.passed, "seen": check.seen})
             if not json:
-                print(f"{name}: {check.name}: {'ok' if check.passed else 'FAILED'}", file=sys.stderr, flush=True)
+                print(f"{name}: {check.name}: {'ok' if check.passed else 'FAILED'} ({check.seen})", flush=True)
     passed = sum(line["passed"] for line in lines)
-    if json:
-        print(dumps(lines, indent=1))
-    else:
-        table = [[line["model"], line["check"], "ok" if line["passed"] else "FAILED", line["seen"]] for line in lines]
-        console_table(["model", "check", "", "seen"], table)
-        print(f"{passed} of {len(lines)} checks passed")
+    print(dumps(lines, indent=1) if json else f"{passed} of {len(lines)} checks passed")
     return int(passed < len(lines))
 
 

@@ -17,25 +17,18 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 class _Settings(NamedTuple):
     matmul: str
-    deterministic: bool
-    warn_only: bool
+    deterministic: int  # torch's debug mode: 0 is no, 1 warns, 2 is yes
     benchmark: bool
 
     @classmethod
     def current(cls) -> _Settings:
-        return cls(
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.backends.cudnn.benchmark,
-        )
+        matmul, deterministic = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
+        return cls(matmul, deterministic, torch.backends.cudnn.benchmark)
 
     def apply(self) -> None:
         torch.set_float32_matmul_precision(self.matmul)
-        wanted = self.deterministic, self.warn_only
-        present = _Settings.current()
-        if (present.deterministic, present.warn_only) != wanted:  # the call imports torch's compiler, which takes 2 s
-            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        if self.deterministic != _Settings.current().deterministic:  # the call imports torch's compiler: 2 s
+            torch.use_deterministic_algorithms(self.deterministic > 0, warn_only=self.deterministic == 1)
         torch.backends.cudnn.benchmark = self.benchmark
 
 
@@ -54,7 +47,7 @@ def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator
     Raises:
         ConfigError: Another thread works with other settings.
     """
-    wanted = _Settings("highest" if precision == "fp32" else "high", deterministic, False, not deterministic)
+    wanted = _Settings("highest" if precision == "fp32" else "high", 2 * deterministic, not deterministic)
     block, thread = object(), threading.get_ident()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable as Function
 from collections.abc import Mapping
@@ -37,6 +38,11 @@ class FitInfo:
     run_dir: Path
     device: torch.device
     notes: tuple[str, ...] = ()  # for the log: kernels in use, settings that are switched off
+
+    def records(self) -> list[dict[str, Any]]:
+        """The log records of a resumed run up to its first step."""
+        path = self.run_dir / "metrics.jsonl"
+        return [record for record in read_metrics(path) if record["step"] <= self.start] if self.start else []
 
 
 @dataclass(frozen=True)
@@ -82,33 +88,30 @@ class Callback:
 class ProgressBar(Callback):
     """A bar on a terminal, elsewhere a line for each log record, on standard error."""
 
-    def __init__(self, label: str = "train", **options: Any):
-        self.label, self.options = label, options
-        self.progress: Progress | None = None
+    def __init__(self, label: str, *, quiet: bool = False):
+        self.label, self.quiet = label, quiet
+        self.progress = Progress(0, quiet=True)
 
     def on_start(self, info: FitInfo) -> None:
         """Show the bar."""
-        self.progress = Progress(info.total, start=info.start, label=self.label, **self.options).__enter__()
+        self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet).__enter__()
         for note in info.notes:
             self.progress.note(note)
         self.progress.update(info.start)
 
     def on_step(self, step: int) -> None:
         """Move the bar."""
-        if self.progress is not None:
-            self.progress.update(step)
+        self.progress.update(step)
 
     def on_log(self, record: dict[str, Any]) -> None:
         """Show the loss, and a warning above the bar."""
-        if self.progress is not None:
-            if "warning" in record:
-                self.progress.note(f"warning: step {record['step']}: {record['warning']}")
-            self.progress.log(record["step"], f"loss {record['loss']:.4f}")
+        if "warning" in record:
+            self.progress.note(f"warning: step {record['step']}: {record['warning']}")
+        self.progress.log(record["step"], f"loss {record['loss']:.4f}")
 
     def on_end(self, result: FitResult | None) -> None:
         """Remove the bar."""
-        if self.progress is not None:
-            self.progress.close()
+        self.progress.close()
 
 
 class TensorBoard(Callback):
@@ -136,9 +139,6 @@ class TensorBoard(Callback):
 class WandB(Callback):
     """Logs every scalar to Weights & Biases, where the package is installed; a resumed run continues its log."""
 
-    def __init__(self, **options: Any):
-        self.options = options
-
     def on_start(self, info: FitInfo) -> None:
         """Start or resume the run of the folder."""
         try:
@@ -147,8 +147,7 @@ class WandB(Callback):
             raise ConfigError(["wandb: the package is missing; pip install wandb"]) from None
         # Folders of several sweeps have the same name: the id is of the whole path.
         id_ = f"{derive_seed(info.run_dir.resolve()):016x}"
-        options = {"dir": str(info.run_dir), "name": info.run_dir.name, "id": id_, "resume": "allow"}
-        self.run: Any = wandb.init(**options | self.options)
+        self.run: Any = wandb.init(dir=str(info.run_dir), name=info.run_dir.name, id=id_, resume="allow")
 
     def on_log(self, record: dict[str, Any]) -> None:
         """Log the numbers."""
@@ -162,11 +161,7 @@ class WandB(Callback):
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The single numbers of a log record, without the step."""
-    return {
-        name: value
-        for name, value in record.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return {name: value for name, value in record.items() if name != "step" and type(value) in (int, float)}
 
 
 class StopOnSignal(Callback):
@@ -197,20 +192,19 @@ class EarlyStopping(Callback):
 
     def __init__(self, metric: str, patience: int):
         self.metric, self.patience = metric, patience
-        self.best, self.best_step, self._since = float("inf"), 0, 0
+        self.best, self.best_step, self._since = math.inf, 0, 0
 
     def on_start(self, info: FitInfo) -> None:
         """Read the records from before a resumption."""
-        for record in records_before(info):
+        for record in info.records():
             self.on_log(record)
 
     def on_log(self, record: dict[str, Any]) -> None:
         """Compare with the best value."""
-        if self.metric not in record:
-            return
-        self._since += 1
-        if record[self.metric] < self.best:
-            self.best, self.best_step, self._since = record[self.metric], record["step"], 0
+        if self.metric in record:
+            self._since += 1
+            if record[self.metric] < self.best:
+                self.best, self.best_step, self._since = record[self.metric], record["step"], 0
 
     def should_stop(self, step: int) -> Stop | None:
         """Whether the patience is exhausted."""
@@ -235,38 +229,27 @@ class CollapseWarning(Callback):
     def __init__(self, describe: Function[[Mapping[str, Any]], str | None], *, stop: bool = False):
         self.describe, self.stop = describe, stop
         self.verdict: str | None = None
-        self._since: int | None = None
-        self._warned = False
-        self._total = 0
+        self._total, self._since, self._warned = 0, math.inf, False
 
     def on_start(self, info: FitInfo) -> None:
         """Read the records from before a resumption."""
-        self._total = info.total
-        for record in records_before(info):
-            self._look(record)
-            self._warned = self._warned or "warning" in record
+        self._total, records = info.total, info.records()
+        warned = any("warning" in record for record in records)
+        for record in records:
+            self.on_log(record)
+        self._warned = warned
 
     def on_log(self, record: dict[str, Any]) -> None:
         """Check the record; the first verdict is added to it as a warning."""
-        self._look(record)
-        if self.verdict is not None and not self._warned:
-            self._warned, record["warning"] = True, self.verdict
-
-    def _look(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
         text = self.describe(record) if step > GRACE * self._total else None
-        self._since = None if text is None else step if self._since is None else self._since
-        lasted = self._since is not None and step - self._since >= PATIENCE * self._total
-        self.verdict = text if lasted else None
+        self._since = math.inf if text is None else min(self._since, step)
+        self.verdict = text if step - self._since >= PATIENCE * self._total else None
+        if self.verdict is not None and not self._warned:
+            self._warned, record["warning"] = True, self.verdict
 
     def should_stop(self, step: int) -> Stop | None:
         """Whether to end the run because of collapse."""
         if not self.stop or self.verdict is None:
             return None
         return Stop(f"{self.verdict}. It is saved; resume with --train.stop-on-collapse false to continue", failed=True)
-
-
-def records_before(info: FitInfo) -> list[dict[str, Any]]:
-    """The log records of a resumed run up to its first step."""
-    path = info.run_dir / "metrics.jsonl"
-    return [record for record in read_metrics(path) if record["step"] <= info.start] if info.start else []

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +23,10 @@ from emoe.config import ConfigError
 from emoe.engine import tensorfile
 from emoe.files import DAMAGED, StorageError
 
-__all__ = ["Checkpoint", "NewerSchemaError", "StorageError", "latest", "load", "load_latest", "save"]
-
 SCHEMA = 1
 WEIGHTS = ("model", "ema")  # groups that sampling needs
 MANIFEST = "manifest.json"
+Groups = Mapping[str, Mapping[str, Tensor]]  # group (the stem of its file name) -> tensor name -> tensor
 _FOLDER = re.compile(r"step-[0-9]{9,}")
 _GROUP = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
@@ -42,36 +39,28 @@ class NewerSchemaError(StorageError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` gives back: tensors by group and name, and the JSON values saved with them."""
+    """What `load` gives back: tensors by group and name on the CPU, and the JSON values saved with them."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
     meta: dict[str, Any]
-    path: Path
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     group: str
     size: int
     sha256: str
 
 
 def save(
-    root: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    meta: Mapping[str, Any],
-    keep: int,
-    *,
-    max_file_bytes: int | None = None,
+    root: Path, step: int, tensors: Groups, meta: Mapping[str, Any], keep: int, *, max_file_bytes: int | None = None
 ) -> Path:
     """Write a checkpoint and drop those that are too old; an intact one of the same step is left as it is.
 
     Args:
         root: Folder of all checkpoints of a run; made when missing.
         step: Training step, which names the folder.
-        tensors: Group (the stem of its file name) -> tensor name -> tensor, on any device.
+        tensors: Groups of tensors on any device.
         meta: JSON values; they come back as JSON has them (a tuple as a list).
         keep: How many valid checkpoints stay; at least 2, since the newest is the one a disk fault hits.
         max_file_bytes: Split a group into files of at most this size; a larger tensor has its own file.
@@ -83,33 +72,27 @@ def save(
         raise ConfigError([f"keep: must be >= 2, got {keep}"])
     if step < 0 or not all(map(_GROUP.fullmatch, tensors)):
         raise ValueError(f"a step >= 0 and groups of letters, digits and _ are needed, got {step}, {list(tensors)}")
-    final, temporary = root / f"step-{step:09d}", root / f".tmp-{step}-{os.getpid()}"
+    path = root / f"step-{step:09d}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         storage.sweep(root)
         # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
-        if final.exists() and _is_valid(final, thorough=True):
-            return final
-        temporary.mkdir()
-        content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta)}
-        content["files"] = _write_tensors(temporary, tensors, max_file_bytes)
-        storage.fault("before-manifest")
-        storage.write_sealed(temporary / MANIFEST, content)
-        storage.sync_folder(temporary)
-        storage.fault("before-rename")
-        if final.exists():
-            storage.discard(final)
-        temporary.rename(final)
-        storage.sync_folder(root)
+        if path.exists() and _is_valid(path, thorough=True):
+            return path
+        with storage.new_folder(path) as folder:
+            files = _write_tensors(folder, tensors, max_file_bytes)
+            content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
+            storage.fault("before-manifest")
+            storage.write_sealed(folder / MANIFEST, content)
+            if path.exists():
+                storage.discard(path)
     except OSError as error:
         needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
         problem = f"cannot write the checkpoint of step {step}, {needed} bytes needed ({error})"
         raise StorageError(root, problem, "free space or make the folder writable, then resume") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     storage.fault("after-rename")
     _prune(root, step, keep)
-    return final
+    return path
 
 
 def latest(root: Path, *, groups: Collection[str] | None = None) -> Path | None:
@@ -117,34 +100,26 @@ def latest(root: Path, *, groups: Collection[str] | None = None) -> Path | None:
     return next((folder for folder in reversed(_folders(root)) if _is_valid(folder, groups)), None)
 
 
-def load(path: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None) -> Checkpoint:
-    """Read one checkpoint after checking its sizes and SHA-256.
+def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
+    """Read a `step-...` folder after checking its sizes and SHA-256.
 
-    Args:
-        path: The `step-...` folder.
-        device: Where the tensors go.
-        groups: Only these groups are read (sampling needs no optimiser state); None reads all.
+    Of `groups` alone, if they are given: sampling needs no state of the optimiser.
     """
     if path.is_file():
         raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
     step, meta, files = _read_manifest(path, groups)
-    if extra := sorted({entry.name for entry in path.iterdir()} - set(files) - {MANIFEST}):
-        _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(extra))
+    if extra := {entry.name for entry in path.iterdir()} - {*files, MANIFEST}:
+        _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(sorted(extra)))
     tensors: dict[str, dict[str, Tensor]] = {}
-    for name, entry in files.items():
-        if not _wanted(entry, groups):
-            continue
-        group = tensors.setdefault(entry.group, {})
-        for key, tensor in _read_tensors(path / name, entry).items():
-            if key in group:
-                raise StorageError(path / name, f"holds {key!r} a second time", DAMAGED)
-            group[key] = tensor.to(device)
-    return Checkpoint(step, tensors, meta, path)
+    for name, file in _of(groups, files).items():
+        group, members = tensors.setdefault(file.group, {}), tensorfile.read(path / name, file.sha256)
+        if twice := group.keys() & members:
+            raise StorageError(path / name, f"holds {min(twice)!r} a second time", DAMAGED)
+        group |= members
+    return Checkpoint(step, tensors, meta)
 
 
-def load_latest(
-    root: Path, device: torch.device | str = "cpu", *, groups: Collection[str] | None = None
-) -> Checkpoint | None:
+def load_latest(root: Path, *, groups: Collection[str] | None = None) -> Checkpoint | None:
     """The newest checkpoint that loads; damaged ones are skipped with a warning. None if there are none.
 
     Raises:
@@ -153,7 +128,7 @@ def load_latest(
     problems = []
     for folder in reversed(_folders(root)):
         try:
-            return load(folder, device, groups=groups)
+            return load(folder, groups=groups)
         except NewerSchemaError:
             raise
         except StorageError as error:
@@ -164,9 +139,7 @@ def load_latest(
     return None
 
 
-def _write_tensors(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], max_file_bytes: int | None
-) -> dict[str, dict[str, Any]]:
+def _write_tensors(folder: Path, tensors: Groups, max_file_bytes: int | None) -> dict[str, dict[str, Any]]:
     """Write all groups; the file names with what the manifest says of them."""
     files: dict[str, dict[str, Any]] = {}
     for group, members in sorted(tensors.items()):
@@ -175,8 +148,8 @@ def _write_tensors(
             suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             data = tensorfile.to_bytes({name: members[name] for name in names})
             storage.write_synced(folder / f"{group}{suffix}.safetensors", data)
-            digest = hashlib.sha256(data).hexdigest()
-            files[f"{group}{suffix}.safetensors"] = {"group": group, "size": len(data), "sha256": digest}
+            file = _File(group, len(data), hashlib.sha256(data).hexdigest())
+            files[f"{group}{suffix}.safetensors"] = file._asdict()
     return files
 
 
@@ -190,11 +163,11 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _wanted(entry: _File, groups: Collection[str] | None) -> bool:
-    return groups is None or entry.group in groups
+def _of(groups: Collection[str] | None, files: Mapping[str, _File]) -> dict[str, _File]:
+    return {name: file for name, file in files.items() if groups is None or file.group in groups}
 
 
-def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple[int, dict[str, Any], dict[str, _File]]:
+def _read_manifest(folder: Path, groups: Collection[str] | None) -> tuple[int, dict[str, Any], dict[str, _File]]:
     """Step, meta and files, once the seal, the schema and the presence and sizes of the groups' files are checked."""
     path = folder / MANIFEST
     content = storage.read_sealed(path)
@@ -209,19 +182,12 @@ def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple
     # Names come from a file that may be foreign: nothing outside the folder, nothing but safetensors.
     if odd := [name for name in files if not _FILE.fullmatch(name)]:
         raise StorageError(path, f"lists files that are not safetensors: {odd}", "pickles are never loaded")
-    wanted = {name: entry for name, entry in files.items() if _wanted(entry, groups)}
+    wanted = _of(groups, files)
     if missing := [name for name in wanted if not (folder / name).is_file()]:
         raise StorageError(folder, f"lacks {', '.join(missing)}", DAMAGED)
-    if wrong := [name for name, entry in wanted.items() if (folder / name).stat().st_size != entry.size]:
+    if wrong := [name for name, file in wanted.items() if (folder / name).stat().st_size != file.size]:
         raise StorageError(folder, f"has files of the wrong size: {', '.join(wrong)}", DAMAGED)
     return step, meta, files
-
-
-def _read_tensors(path: Path, entry: _File) -> dict[str, Tensor]:
-    try:
-        return tensorfile.from_bytes(storage.read_verified(path, entry.sha256))
-    except ValueError as error:
-        raise StorageError(path, str(error), DAMAGED) from error
 
 
 def _is_valid(folder: Path, groups: Collection[str] | None = None, *, thorough: bool = False) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import itertools
 import os
 import time
@@ -27,8 +26,6 @@ BUCKET_BYTES = 2**26  # gradients are copied into buffers of about this size, on
 ANSWER_SECONDS = 2  # how long the others have to say that they are still there when a process is lost
 TIMEOUT = "EMOE_RANK_TIMEOUT"  # seconds after which a process that does not answer counts as lost
 TIMEOUT_SECONDS = 600.0  # must be longer than writing a checkpoint takes: the others wait for it
-
-
 _MEETINGS = itertools.count()
 
 
@@ -58,9 +55,9 @@ class World:
         """The largest number at each index; equal lengths everywhere."""
         if self.size == 1:
             return list(numbers)
-        largest = torch.tensor([int(number) for number in numbers])
+        largest = torch.tensor(numbers, dtype=torch.long)
         self._call(dist.all_reduce, largest, op=dist.ReduceOp.MAX, group=self._control)
-        return [int(number) for number in largest.tolist()]
+        return largest.tolist()
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Put the mean over all processes into every tensor, the same bits in each process."""
@@ -82,10 +79,9 @@ class World:
         """
         if self.size == 1:
             return
-        own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-        digests = [torch.empty_like(own) for _ in range(self.size)]
-        self._call(dist.all_gather, digests, own, group=self._control)
-        others = [str(rank) for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
+        texts: list[str] = [""] * self.size
+        self._call(dist.all_gather_object, texts, text, group=self._control)
+        others = [str(rank) for rank, other in enumerate(texts) if other != texts[0]]
         if others:
             raise ConfigError([f"ranks: {problem} (rank {', '.join(others)} differs from rank 0)"])
 
@@ -137,6 +133,9 @@ class World:
         return sorted(missing)
 
 
+ALONE = World()
+
+
 def launched() -> tuple[int, int, int]:
     """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own.
 
@@ -147,11 +146,8 @@ def launched() -> tuple[int, int, int]:
     if size == "1":
         return 0, 1, 0
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            [f"ranks: WORLD_SIZE is {size}, but {', '.join(missing)} is not set; start with torchrun, or unset it"]
-        )
+    if missing := ", ".join(name for name in names if name not in os.environ):
+        raise ConfigError(f"ranks: WORLD_SIZE is {size}, but {missing} is not set; start with torchrun, or unset it")
     try:
         rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except ValueError:
@@ -163,9 +159,9 @@ def launched() -> tuple[int, int, int]:
 
 def timeout_seconds() -> float:
     """How long a process waits for the others."""
-    text = os.environ.get(TIMEOUT, "")
+    text = os.environ.get(TIMEOUT) or TIMEOUT_SECONDS
     try:
-        seconds = float(text) if text else TIMEOUT_SECONDS
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from emoe.config import Config, option
 from emoe.engine import checkpoint
-from emoe.engine.arithmetic import Precision, arithmetic
+from emoe.engine.arithmetic import arithmetic
 from emoe.engine.callbacks import Callback, CollapseError, FitInfo, FitResult, Stop
-from emoe.engine.distributed import World
+from emoe.engine.distributed import ALONE, World
 from emoe.engine.metricslog import MetricsLog
 from emoe.engine.optim import OptimConfig
-from emoe.engine.rundir import RunLock
-from emoe.engine.stepper import Stepper
+from emoe.engine.rundir import run_lock
+from emoe.engine.stepper import Stepper, TrainConfig
 from emoe.files import prepare
 from emoe.ramps import Ramp
 from emoe.rng import Rng
@@ -34,40 +32,6 @@ class NumericFailure(RuntimeError):
     exit_code: ClassVar[int] = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(Config):
-    """How long and how training runs, and what it leaves behind."""
-
-    steps: int = option(24_000, doc="number of updates", low=1)
-    batch: int = option(512, doc="rows per update, over all ranks", low=1)
-    accumulate: int = option(
-        1, doc="equal parts that each process cuts its rows of an update into, to save memory", low=1, neutral=True
-    )
-    ema: float = option(0.0, doc="decay of the moving average of the weights; 0 = none", low=0, high=0.999999)
-    precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs know fp32 and bf16 only")
-    cuda_graph: bool = option(True, doc="capture the step as a CUDA graph where there is a GPU", neutral=True)
-    deterministic: bool = option(
-        False, doc="only kernels that give equal bits each time: resumption is then exact on a GPU too, and slower"
-    )
-    log_every: int = option(100, doc="steps between two log records", low=1, neutral=True)
-    save_every: int = option(2_000, doc="steps between two checkpoints", low=1, neutral=True)
-    keep: int = option(2, doc="checkpoints kept", low=2, neutral=True)
-    max_file_mb: int | None = option(
-        None,
-        doc="largest file of a checkpoint in 10^6 bytes, except for a single larger tensor; none = no limit",
-        low=1,
-        neutral=True,
-    )
-    stop_on_collapse: bool = option(
-        False, doc="end a run whose log shows posterior collapse; without it, there is a warning only", neutral=True
-    )
-
-    def conflicts(self) -> Iterator[str]:
-        """Equal parts."""
-        if self.batch % self.accumulate:
-            yield f"accumulate: must divide batch = {self.batch}, got {self.accumulate}"
-
-
 def fit(
     module: nn.Module,
     batches: Callable[[int], Tensor],
@@ -78,9 +42,9 @@ def fit(
     rng: Rng,
     run_dir: Path,
     resume: bool = False,
-    meta: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] = {},
     callbacks: Sequence[Callback] = (),
-    world: World | None = None,
+    world: World = ALONE,
 ) -> FitResult:
     """Train `module` to `train.steps` updates in `run_dir`, whose lock is held meanwhile.
 
@@ -97,23 +61,18 @@ def fit(
         CollapseError: Posterior collapse, if a callback stops the run for it.
         LostRank: Another process has ended or does not answer; the run can be resumed from its last checkpoint.
     """
-    world = world or World()
     if (rng.rank, rng.world) != (world.rank, world.size):
         raise ValueError(f"rng is of rank {rng.rank} of {rng.world}, the world of {world.rank} of {world.size}")
     folder, watching = run_dir / "checkpoints", callbacks if world.leads else ()
     with ExitStack() as stack:
         stack.enter_context(arithmetic(train.precision, deterministic=train.deterministic))
         if world.leads:
-            stack.enter_context(RunLock(run_dir))
+            stack.enter_context(run_lock(run_dir))
             prepare(folder)
-        stepper = Stepper(
-            module, batches, ramps, optim,
-            total=train.steps, rng=rng, ema=train.ema, precision=train.precision, graph=train.cuda_graph,
-            accumulate=train.accumulate, world=world,
-        )  # fmt: skip
+        stepper = Stepper(module, batches, ramps, optim=optim, train=train, rng=rng, world=world)
         step = start = _restore(stepper, folder) if resume else 0
         world.check_same(str(start), "they read different checkpoints; all must see the same run folder")
-        log = stack.enter_context(MetricsLog.resume(run_dir / "metrics.jsonl", start)) if world.leads else None
+        log = stack.enter_context(MetricsLog(run_dir / "metrics.jsonl", start)) if world.leads else None
         saved = start or -1  # a run that is stopped before its first step leaves a checkpoint too
 
         def save() -> None:
@@ -122,19 +81,11 @@ def fit(
                 log.sync()
                 groups = {"model": module.state_dict(), **stepper.optimizer.state()}
                 limit = None if train.max_file_mb is None else train.max_file_mb * 10**6
-                path = checkpoint.save(folder, step, groups, dict(meta or {}), keep=train.keep, max_file_bytes=limit)
+                path = checkpoint.save(folder, step, groups, meta, keep=train.keep, max_file_bytes=limit)
                 for callback in watching:
                     callback.on_checkpoint(step, path)
             saved = step
             world.agree(0)  # the others wait: whoever ends before it is written may end all
-
-        def write_record() -> None:
-            if log is not None:
-                record = _record(stepper, step)
-                for callback in watching:
-                    callback.on_log(record)
-                log.write(record)
-            _check_refused(stepper, step)
 
         began, result = time.monotonic(), None
         for callback in watching:
@@ -147,7 +98,12 @@ def fit(
             for callback in watching:
                 callback.on_step(step)
             if step % train.log_every == 0 or step == train.steps:
-                write_record()
+                if log is not None:
+                    record = _record(stepper, step)
+                    for callback in watching:
+                        callback.on_log(record)
+                    log.write(record)
+                _check_refused(stepper, step)
             if step % train.save_every == 0:
                 save()
             stop = _asked(callbacks, step, world)
@@ -156,15 +112,6 @@ def fit(
             raise CollapseError(f"step {step}: {stop.reason}")
         result = FitResult(step, time.monotonic() - began, stop)
         return result
-
-
-def _asked(callbacks: Sequence[Callback], step: int, world: World) -> Stop | None:
-    """The stop that a callback of any rank asks for; all ranks get one of the same kind."""
-    own = next((stop for callback in callbacks if (stop := callback.should_stop(step)) is not None), None)
-    code = world.agree(0 if own is None else own.signal or (FAIL if own.failed else STOP))
-    if not code or own is not None:
-        return own
-    return Stop("another rank stopped", 0 if code in (STOP, FAIL) else code, code == FAIL)
 
 
 def _restore(stepper: Stepper, folder: Path) -> int:
@@ -176,15 +123,23 @@ def _restore(stepper: Stepper, folder: Path) -> int:
     return saved.step
 
 
+def _asked(callbacks: Sequence[Callback], step: int, world: World) -> Stop | None:
+    """The stop that a callback of any rank asks for; all ranks get one of the same kind."""
+    own = next((stop for callback in callbacks if (stop := callback.should_stop(step)) is not None), None)
+    code = world.agree(0 if own is None else own.signal or (FAIL if own.failed else STOP))
+    if not code or own is not None:
+        return own
+    return Stop("another rank stopped", 0 if code in (STOP, FAIL) else code, code == FAIL)
+
+
 def _record(stepper: Stepper, step: int) -> dict[str, Any]:
     """One log record: the numbers of this step alone, so that it does not depend on when a run was interrupted."""
     assert stepper.loss is not None
-    values = {name: value.tolist() for name, value in stepper.loss.log.items()}
     optimizer = stepper.optimizer
     return {
         "step": step,
         "loss": stepper.loss.total.item(),
-        **values,
+        **{name: value.tolist() for name, value in stepper.loss.log.items()},
         "grad_norm": optimizer.grad_norm.item(),
         "skipped": int(optimizer.skipped.item()),
         **stepper.numbers_at(step - 1),
@@ -192,10 +147,9 @@ def _record(stepper: Stepper, step: int) -> dict[str, Any]:
 
 
 def _check_refused(stepper: Stepper, step: int) -> None:
-    in_row = int(stepper.optimizer.skipped_in_row.item())
+    in_row, loss = int(stepper.optimizer.skipped_in_row.item()), stepper.loss
     if in_row < MAX_SKIPPED_IN_ROW:
         return
-    loss = stepper.loss
     if loss is not None and loss.valid is not None and not bool(loss.valid):
         raise NumericFailure(f"step {step}: the last {in_row} steps were refused: {loss.refusal}")
     raise NumericFailure(

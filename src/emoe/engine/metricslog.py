@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +16,50 @@ from torch import Tensor
 
 from emoe.files import StorageError, replace_file
 
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NOT_FINITE = ("nan", "inf", "-inf")
 _log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends one JSON object for each call to a file; each line reaches the kernel before `write` returns.
+    """Appends one JSON object for each call to the log of a run that starts after `step`.
 
-    A run that goes on after a kill opens the file with `MetricsLog.resume`, so that no step is logged twice.
+    Later lines and a torn one are dropped first, so that no step is logged twice after a kill. Each line reaches the
+    kernel before `write` returns.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, step: int):
         self.path = path
-        self._descriptor: int | None = None
-        try:
+        with self._checked():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise self._failure(error) from error
-
-    @classmethod
-    def resume(cls, path: Path, step: int) -> MetricsLog:
-        """Open the log of a run that restarts after `step`: later lines and a torn one are dropped."""
-        try:
-            data = path.read_bytes() if path.exists() else b""
+            data = path.read_bytes() if path.is_file() else b""
             before = b"".join(line + b"\n" for line in data.split(b"\n") if _step_of(line) <= step)
             if before != data:
                 replace_file(path, before)
-        except OSError as error:
-            raise StorageError(path, f"cannot be rewritten ({error.strerror})", "free space, then resume") from error
-        return cls(path)
+            self._file = open(path, "ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Log a `step` and its numbers, texts, lists or small tensors; nan and inf become texts."""
-        if self._descriptor is None:
-            raise ValueError(f"{self.path}: the log is closed")
-        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
-        try:
+        line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False).encode() + b"\n"
+        with self._checked():
             while line:
-                line = line[os.write(self._descriptor, line) :]
-        except OSError as error:
-            raise self._failure(error) from error
+                line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Wait until all lines are on the disk: done before a checkpoint, none is lost in a power cut."""
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
-    def _failure(self, error: OSError) -> StorageError:
-        return StorageError(self.path, f"cannot be written ({error.strerror})", "free space, then resume")
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(self.path, f"cannot be written ({error.strerror})", "free space, then resume") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -84,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if _step_of(line) < math.inf:
             record = json.loads(line)
-            records.append({key: _number(value) for key, value in record.items()})
+            records.append(record | {key: float(value) for key, value in record.items() if value in _NOT_FINITE})
         elif line.strip():
             _log.warning("%s: line %d is damaged and left out", path, number)
     return records
@@ -98,17 +82,9 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
-def _number(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

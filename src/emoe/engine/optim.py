@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from emoe.config import Config, option
-from emoe.ramps import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,17 @@ class OptimConfig(Config):
             yield f"betas: must be two numbers in [0, 1), got {self.betas}"
 
     def lr_at(self, step: int, total: int) -> float:
-        """Learning rate of update h = 0..total-1."""
-        return learning_rate(
-            step, total, peak=self.lr, warmup=self.warmup, cosine=self.schedule == "cosine", floor=self.floor
-        )
+        """Learning rate of update h = 0..total-1: linear warm-up, then constant or cosine.
+
+        Warm-up: lr * (h + 1) / warmup for h < warmup, so the first update is not lost.
+        Cosine: lr * (floor + (1 - floor) * (1 + cos(pi * u)) / 2), u = (h - warmup) / (total - warmup).
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        u = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+        return self.lr * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * u)))
 
 
 class Optimizer:

@@ -13,29 +13,19 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopSignal:
-    """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`.
+    """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`, the number of the signal.
 
     Outside the main thread, where Python allows no handlers, it does nothing and `requested` stays None.
     """
 
     def __init__(self) -> None:
-        self._requested: int | None = None
+        self.requested: int | None = None
         self._former: dict[int, Any] = {}
-
-    @property
-    def requested(self) -> int | None:
-        """Number of the signal that asked for a stop, or None."""
-        return self._requested
-
-    @property
-    def exit_code(self) -> int:
-        """What the process should return after a clean stop: 130 or 143, or 0 without a signal."""
-        return 0 if self._requested is None else 128 + self._requested
 
     def ask(self) -> None:
         """Ask for a stop from within, as a SIGTERM from outside would."""
-        if self._requested is None:
-            self._requested = signal.SIGTERM
+        if self.requested is None:
+            self.requested = signal.SIGTERM
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
@@ -54,10 +44,10 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # os.write and not print: the handler may run in the middle of another print to the same stream.
         with contextlib.suppress(OSError):
-            if self._requested is None:
+            if self.requested is None:
                 os.write(2, b"\nstopping at the next safe point; a second signal ends the run at once\n")
             elif os.isatty(2):
                 os.write(2, _SHOW_CURSOR)
-        if self._requested is not None:
+        if self.requested is not None:
             os._exit(128 + number)
-        self._requested = number
+        self.requested = number

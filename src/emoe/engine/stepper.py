@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from emoe import kernels
-from emoe.config import ConfigError
+from emoe.config import Config, ConfigError, option
 from emoe.engine.arithmetic import Precision
-from emoe.engine.distributed import World
+from emoe.engine.distributed import ALONE, World
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
 from emoe.ramps import Ramp
 from emoe.rng import Rng
@@ -21,16 +22,49 @@ from emoe.types import Loss
 WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments and generators
 TABLE_STEPS = 1024  # steps whose numbers go to the device at once: a copy per step would stall the GPU
 
-
 # Held while a thread compiles (in its first steps) or captures: compilers time kernels and wait for the whole device,
 # which ends another thread's capture.
 _ALONE = threading.Lock()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """How long and how training runs, and what it leaves behind."""
+
+    steps: int = option(24_000, doc="number of updates", low=1)
+    batch: int = option(512, doc="rows per update, over all ranks", low=1)
+    accumulate: int = option(
+        1, doc="equal parts that each process cuts its rows of an update into, to save memory", low=1, neutral=True
+    )
+    ema: float = option(0.0, doc="decay of the moving average of the weights; 0 = none", low=0, high=0.999999)
+    precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs know fp32 and bf16 only")
+    cuda_graph: bool = option(True, doc="capture the step as a CUDA graph where there is a GPU", neutral=True)
+    deterministic: bool = option(
+        False, doc="only kernels that give equal bits each time: resumption is then exact on a GPU too, and slower"
+    )
+    log_every: int = option(100, doc="steps between two log records", low=1, neutral=True)
+    save_every: int = option(2_000, doc="steps between two checkpoints", low=1, neutral=True)
+    keep: int = option(2, doc="checkpoints kept", low=2, neutral=True)
+    max_file_mb: int | None = option(
+        None,
+        doc="largest file of a checkpoint in 10^6 bytes, except for a single larger tensor; none = no limit",
+        low=1,
+        neutral=True,
+    )
+    stop_on_collapse: bool = option(
+        False, doc="end a run whose log shows posterior collapse; without it, there is a warning only", neutral=True
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        """Equal parts."""
+        if self.batch % self.accumulate:
+            yield f"accumulate: must divide batch = {self.batch}, got {self.accumulate}"
+
+
 class Stepper:
     """Forward, backward and update of step h; everything that changes with h enters through device tensors.
 
-    With `graph` the first steps run eagerly on a side stream (they are real steps), then one step is captured and
+    With `cuda_graph` the first steps run eagerly on a side stream (they are real steps), then one step is captured and
     all later ones replay it: the same kernels with new data, times, noise, ramps and learning rate.
 
     With `accumulate` = k the rows of a step are cut into k equal parts, one after the other in memory; their
@@ -43,33 +77,27 @@ class Stepper:
         module: nn.Module,
         batches: Callable[[int], Tensor],
         ramps: Mapping[str, Ramp],
-        optim: OptimConfig,
         *,
-        total: int,
+        optim: OptimConfig,
+        train: TrainConfig,
         rng: Rng,
-        ema: float,
-        precision: Precision,
-        graph: bool,
-        accumulate: int = 1,
-        world: World | None = None,
+        world: World = ALONE,
     ):
-        self.module, self.batches, self.ramps, self.config = module, batches, dict(ramps), optim
-        self.total, self.rng, self.ema, self.precision = total, rng, ema, precision
-        self.device = rng.device
-        self.world = world or World()
-        self.parts = [rng.part(number, accumulate) for number in range(accumulate)]
-        if self.device.type == "cuda":
+        self.module, self.batches, self.ramps = module, batches, dict(ramps)
+        self.optim, self.train, self.world, self.device = optim, train, world, rng.device
+        self.parts = [rng.part(number, train.accumulate) for number in range(train.accumulate)]
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what convolutions want
         self.values = torch.zeros(len(self.ramps) + 2, device=self.device)  # ramps, learning rate, EMA decay
         self.ramp = {name: self.values[i] for i, name in enumerate(self.ramps)}
-        self.optimizer = Optimizer(module, optim, ema=ema, lr=self.values[-2], ema_decay=self.values[-1])
+        self.optimizer = Optimizer(module, optim, ema=train.ema, lr=self.values[-2], ema_decay=self.values[-1])
         self.loss: Loss | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         # With several ranks the steps are eager: a graph would have to hold the exchange between them.
-        on_gpu = self.device.type == "cuda"
-        self.use_graph = graph and on_gpu and self.world.size == 1
+        self.use_graph = train.cuda_graph and on_gpu and world.size == 1
         self.notes: tuple[str, ...] = (f"kernels: {kernels.describe(self.device)}",) if on_gpu else ()
-        if graph and on_gpu and not self.use_graph:
+        if train.cuda_graph and on_gpu and not self.use_graph:
             self.notes += ("CUDA graphs are off with several ranks",)
         self._eager_steps = 0
         self._stream: torch.cuda.Stream | None = None
@@ -78,8 +106,9 @@ class Stepper:
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """Ramps, learning rate and EMA decay of step h, by name."""
-        numbers = {name: ramp(step, self.total) for name, ramp in self.ramps.items()}
-        return numbers | {"lr": self.config.lr_at(step, self.total), "ema_decay": ema_decay(self.ema, step)}
+        total = self.train.steps
+        numbers = {name: ramp(step, total) for name, ramp in self.ramps.items()}
+        return numbers | {"lr": self.optim.lr_at(step, total), "ema_decay": ema_decay(self.train.ema, step)}
 
     def __call__(self, step: int) -> None:
         """Do step h = 0, 1, ...; `loss` and `optimizer.grad_norm` then hold its results."""
@@ -89,15 +118,16 @@ class Stepper:
         if not self.use_graph:
             self.loss = self._train(batch)
         elif self._eager_steps < WARMUP_STEPS:
-            self._warm_up(batch)
+            with _ALONE, self._on_side_stream():
+                self.loss = self._train(batch)
+            self._eager_steps += 1
         else:
             if self._batch is None:
                 self._batch = batch.clone()
             self._batch.copy_(batch)
             if self.graph is None:
-                self._capture()
+                self.graph = self._capture(self._batch)
                 self._seed(step)  # capture does not run the kernels, but it moves the generators
-            assert self.graph is not None
             self.graph.replay()
 
     def _seed(self, step: int) -> None:
@@ -124,10 +154,7 @@ class Stepper:
 
     def _backward(self, rows: Tensor, rng: Rng) -> Loss:
         """Add this part's share to the gradients; its loss and log."""
-        cast = (
-            torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
-        )
-        with cast:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bf16"):
             loss = self.module(rows, self.ramp, rng)
         count = len(self.parts)
         (loss.total if count == 1 else loss.total / count).backward()
@@ -152,13 +179,7 @@ class Stepper:
         self.world.average([share])
         return Loss(loss.total, log, share == 1, loss.refusal)
 
-    def _warm_up(self, batch: Tensor) -> None:
-        with _ALONE, self._on_side_stream():
-            self.loss = self._train(batch)
-        self._eager_steps += 1
-
-    def _capture(self) -> None:
-        assert self._batch is not None
+    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         for part in self.parts:
             for generator in part.generators():
@@ -166,8 +187,8 @@ class Stepper:
         self.optimizer.zero_grad()
         # Other threads may train on streams of their own: one capture at a time, and it must not forbid their calls.
         with _ALONE, torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
-            self.loss = self._train(self._batch)
-        self.graph = graph
+            self.loss = self._train(batch)
+        return graph
 
     def _side_stream(self) -> torch.cuda.Stream:
         """The stream to capture on: the current one, unless that is the default stream, which cannot be captured.
@@ -178,8 +199,7 @@ class Stepper:
         current = torch.cuda.current_stream()
         if current != torch.cuda.default_stream():
             return current
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
+        self._stream = self._stream or torch.cuda.Stream()
         return self._stream
 
     @contextlib.contextmanager

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import safetensors.torch
 from torch import Tensor
+
+from emoe.files import DAMAGED, StorageError, read_verified
 
 
 def split(members: Mapping[str, Tensor], limit: int | None) -> list[list[str]]:
@@ -37,11 +40,7 @@ def to_bytes(members: Mapping[str, Tensor]) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        ValueError: It is something else, for instance a pickle, or it is malformed.
-    """
+    """The tensors of a safetensors file; a ValueError if it is something else, such as a pickle, or malformed."""
     # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
     if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
         raise ValueError("not a safetensors file; pickles and other formats are never loaded")
@@ -49,3 +48,12 @@ def from_bytes(data: bytes) -> dict[str, Tensor]:
         return safetensors.torch.load(data)
     except Exception as error:  # the parser's own errors, unknown dtypes, sizes that do not fit
         raise ValueError(f"not a sound safetensors file: {error}") from error
+
+
+def read(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:
+    """The tensors of a file with this SHA-256; a StorageError with the remedy if they cannot be read."""
+    data = read_verified(path, sha256, remedy)
+    try:
+        return from_bytes(data)
+    except ValueError as error:
+        raise StorageError(path, str(error), remedy) from error

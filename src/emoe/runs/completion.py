@@ -1,15 +1,11 @@
-"""Completion: fill in rows of which some tokens are given, with any trained method.
-
-Rows come from files, arrays, words or text with holes. A part of them is kept, several completions are drawn of each,
-and kept tokens are compared afterwards.
-"""
+"""Completion of rows of which some tokens are given: from files, arrays, words or text with holes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +17,9 @@ from emoe.domains.base import DomainConfig, Ink
 from emoe.figures.base import save
 from emoe.types import TokenSpace
 
-if TYPE_CHECKING:
-    from emoe.runs.run import Run
-
 Source = str | Path
 Given = Source | Sequence[Source] | Tensor | np.ndarray
+Rows = Int[Tensor, "m L"]
 Keep = str | Tensor | np.ndarray | None
 
 
@@ -33,8 +27,8 @@ Keep = str | Tensor | np.ndarray | None
 class Completion:
     """Rows, what was kept of them, and n completions of each."""
 
-    rows: Int[Tensor, "m L"]  # as they were read; the mask where they had no token
-    given: Int[Tensor, "m L"]  # the mask where tokens were wanted
+    rows: Rows  # as they were read; the mask where they had no token
+    given: Rows  # the mask where tokens were wanted
     samples: Int[Tensor, "m n L"]
     nfe: int
     space: TokenSpace
@@ -60,47 +54,10 @@ class Completion:
         save(self.domain.completion_figure(self.rows, self.given, self.samples, self.space), Path(path))
 
 
-def complete(
-    run: Run,
-    given: Given,
-    n: int = 1,
-    nfe: int | None = None,
-    *,
-    seed: int = 0,
-    keep: Keep = None,
-    ink: Ink = "auto",
-) -> Completion:
-    """Draw `n` completions of every given row with `nfe` network calls each.
-
-    Args:
-        run: An opened run.
-        given: One or several files (.png for images; .txt for text; .npy, .csv), rows written out (`12,?`), or texts
-            with holes (`The cat ___ a bird.`, see `emoe.domains.text.given`); or rows as an array of shape (L,) or
-            (m, L) with -1 or the mask where a token is wanted.
-        n: Completions of each row.
-        nfe: Network calls; default: the fewest of the experiment.
-        seed: Seed of the draw.
-        keep: Which of the given tokens stay: a name that the domain knows (`top-half` for images), positions
-            (`0-9,20`), none, or an array of booleans of shape (L,) or (m, L). By default all that are given.
-        ink: For image files: whether the ink is dark or light; auto looks at the border.
-
-    Raises:
-        ConfigError: Arguments that cannot be used, or nothing to fill in.
-        DataError: A file that cannot be used.
-    """
-    rows, masked = prepare(run.method.space, run.experiment.domain, given, keep=keep, ink=ink)
-    return fill_in(run, rows, masked, n, nfe, seed=seed)
-
-
 def prepare(
-    space: TokenSpace,
-    domain: DomainConfig,
-    given: Given,
-    *,
-    keep: Keep = None,
-    ink: Ink = "auto",
-) -> tuple[Int[Tensor, "m L"], Int[Tensor, "m L"]]:
-    """The rows as they were given, and with the mask where tokens are wanted; see `complete`."""
+    space: TokenSpace, domain: DomainConfig, given: Given, *, keep: Keep = None, ink: Ink = "auto"
+) -> tuple[Rows, Rows]:
+    """The rows as they were given, and with the mask where tokens are wanted; see `Run.complete`."""
     if isinstance(given, Tensor | np.ndarray):
         rows = token_rows(given, space)
     else:
@@ -122,22 +79,16 @@ def prepare(
     return rows, rows.masked_fill(wanted, space.mask_id)
 
 
-def check_beginnings(given: Int[Tensor, "m L"], space: TokenSpace) -> None:
-    """Make sure that the given tokens of each row come before all that are wanted.
-
-    Raises:
-        ConfigError: A row has a hole in it.
-    """
+def check_beginnings(given: Rows, space: TokenSpace) -> None:
+    """Raise a ConfigError unless the given tokens of each row come before all that are wanted."""
     wanted = given == space.mask_id
     for row in (wanted[:, :-1] & ~wanted[:, 1:]).any(1).nonzero().flatten().tolist()[:1]:
         raise ConfigError([f"continue: row {row} has a hole before its last word; use --given to fill holes"])
 
 
-def token_rows(given: Any, space: TokenSpace) -> Int[Tensor, "m L"]:
+def token_rows(given: Any, space: TokenSpace) -> Rows:
     """Given rows as tokens, with the mask where they have -1."""
-    rows = torch.as_tensor(given).cpu()
-    if rows.ndim == 1:
-        rows = rows[None]
+    rows = torch.atleast_2d(torch.as_tensor(given).cpu())
     if rows.ndim != 2 or rows.shape[1] != space.length or not len(rows) or rows.is_floating_point():
         raise ConfigError([f"given: expected whole numbers of shape (m, {space.length}), got {tuple(rows.shape)}"])
     rows = rows.long()
@@ -145,18 +96,3 @@ def token_rows(given: Any, space: TokenSpace) -> Int[Tensor, "m L"]:
     if rows.min() < 0 or rows.max() >= space.size:
         raise ConfigError([f"given: tokens must be in 0..{space.size - 1} (-1 or {space.mask_id} where one is wanted)"])
     return rows
-
-
-def fill_in(
-    run: Run, rows: Int[Tensor, "m L"], given: Int[Tensor, "m L"], n: int, nfe: int | None = None, *, seed: int = 0
-) -> Completion:
-    """Draw the completions of what `prepare` returned; kept tokens are compared afterwards."""
-    if n < 1:
-        raise ConfigError([f"n: must be >= 1, got {n}"])
-    many = given.repeat_interleave(n, 0)
-    pool = run.pool(len(many), nfe, seed=seed, given=many)
-    kept = many != run.method.space.mask_id
-    if not torch.equal(pool.samples[kept], many[kept]):
-        raise AssertionError("the sampler changed tokens that were given")
-    samples = pool.samples.unflatten(0, (len(rows), n))
-    return Completion(rows, given, samples, pool.nfe, run.method.space, run.experiment.domain)

@@ -1,9 +1,8 @@
 """Released weights: a trained run as two small files that load and sample without the data it was trained on.
 
 A release is a folder `NAME` with `model.safetensors` (the moving average of the weights, or the weights themselves
-where there is none, in 16 bits) and `config.json`: the experiment, the token space, what the file must hash to, and
-where it comes from. Names are looked up in the folders of `EMOE_WEIGHTS`, then in `weights/` of this package. Tensors
-are safetensors, the rest is JSON; no pickle.
+where there is none, in 16 bits) and `config.json`: the experiment, the token space, the hash of the file, and where it
+comes from. Names are looked up in the folders of `EMOE_WEIGHTS`, then in `weights/` of this package.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,16 +22,16 @@ from torch import Tensor
 
 import emoe
 from emoe import files as storage
-from emoe.config import ConfigError, to_dict
+from emoe.config import ConfigError, prefixed, to_dict
 from emoe.domains.base import Domain
-from emoe.engine import checkpoint, tensorfile
+from emoe.engine import tensorfile
 from emoe.engine.checkpoint import NewerSchemaError
 from emoe.experiment import Experiment, customise
 from emoe.files import StorageError
 from emoe.methods.base import Method
 from emoe.reporting.provenance import source_commit
 from emoe.runs.run import Run
-from emoe.runs.train import Weights, load_run, pick_device
+from emoe.runs.train import NO_RUN, Weights, load_run, load_weights, pick_device
 from emoe.types import TokenSpace
 
 Precision = Literal["fp16", "bf16"]
@@ -45,7 +43,6 @@ PACKAGED = Path(__file__).parents[1] / "weights"
 AGAIN = "get the release again from where it came from"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_NAMED = 5  # tensors that an error names; a wrong size of the network concerns them all
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,7 @@ def from_pretrained(
     weights: Weights = "auto",
     domain: Domain | None = None,
 ) -> Run:
-    """Open a released model. No training data are needed until `.domain` is asked for.
-
-    Args:
-        name: A name (`emoe.runs.pretrained.released()` lists them), or the folder of a release.
-        device: auto, cpu, cuda or cuda:N.
-        settings: Overrides that do not change the weights, such as `{"method.route-tau": "0"}`, or that say where
-            the data are, such as `{"domain.path": "rows.npy"}`.
-        weights: A release holds either `ema` or `model`; asking for the other is refused.
-        domain: The domain, if the caller has built it already.
+    """Open a released model by its name (see `released`) or folder; the other arguments are those of `load_run`.
 
     Raises:
         ConfigError: There is no such release, or its tensors are not those of the model it describes.
@@ -109,33 +98,36 @@ def from_pretrained(
     where, path = pick_device(device), find(name)
     if path is None:
         raise ConfigError([_unknown(name)])
-    content = _read_config(path)
-    with _parsing(path / CONFIG):
-        held, step, licence = str(content["weights"]), int(content["step"]), str(content["licence"])
-        space = TokenSpace(**content["space"])
-        size, digest = int(content["file"]["size"]), str(content["file"]["sha256"])
-        title = str(content["name"])
+    with _config(path) as content:
+        saved = Experiment.from_tree(content["experiment"], content["schema"])
+        held, step, licence, title = content["weights"], int(content["step"]), content["licence"], content["name"]
+        space, digest = TokenSpace(**content["space"]), content["file"]["sha256"]
     if weights not in ("auto", held):
         raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {held}"])
-    experiment = customise(_experiment(content, path), settings or {})
-    tensors = _read_tensors(path / MODEL, size, digest)
-    method = experiment.build_method(space)
-    _fill(method, tensors, path / MODEL)
-    return Run(path, experiment, method.to(where).eval(), step, name=title, licence=licence, domain=domain)
+    experiment = customise(saved, settings or {})
+    method, tensors = experiment.build_method(space), tensorfile.read(path / MODEL, digest, AGAIN)
+    load_weights(method, tensors, f"weights: {path / MODEL} does not fit the model of its config and these settings")
+    run = Run(path, experiment, method.to(where).eval(), step, name=title, licence=licence)
+    if domain is not None:
+        run.domain = domain
+    return run
 
 
-def experiment_of(path: Path) -> Experiment:
-    """The experiment of a release; the weights are not read."""
-    return _experiment(_read_config(path), path)
-
-
-def _experiment(content: Mapping[str, Any], path: Path) -> Experiment:
-    with _parsing(path / CONFIG):
-        tree, schema = dict(content["experiment"]), int(content["schema"])
+@contextmanager
+def _config(folder: Path) -> Iterator[dict[str, Any]]:
+    """The content of a release's config; what is wrong with it in the `with` block is an error that names the file."""
+    path = folder / CONFIG
+    content = storage.read_sealed(path, AGAIN)
     try:
-        return Experiment.from_tree(tree, schema)
-    except ConfigError as error:
-        raise ConfigError([f"{path / CONFIG}: {line}" for line in error.problems]) from None
+        if int(content["schema"]) > SCHEMA:
+            problem = f"has schema {content['schema']}, this version reads up to {SCHEMA}"
+            raise NewerSchemaError(path, problem, "update emoe")
+        with prefixed(f"{path}: "):
+            yield content
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(path, f"is no config of a release ({error!r})", AGAIN) from error
 
 
 def release(
@@ -149,8 +141,7 @@ def release(
 ) -> Release:
     """Write the weights of a finished run as `out/NAME`, whole or not at all.
 
-    Parameters are rounded to 16 bits, buffers stay as they are. Paths of the data are cut to the file's name: the
-    folders of this machine mean nothing on another.
+    Parameters are rounded to 16 bits, buffers stay as they are. Paths of the data are cut to the file's name.
 
     Args:
         run_dir: The run folder.
@@ -165,15 +156,18 @@ def release(
         StorageError: Disk full or not writable. Nothing is left behind.
     """
     source, root = Path(run_dir), Path(out)
-    name = check_release(source, root, name, unfinished)
+    if not (source / "experiment.json").is_file():
+        raise ConfigError(f"run: {source} {NO_RUN}")
     experiment = Experiment.load(source / "experiment.json")
     held: Weights = "ema" if experiment.train.ema else "model"
-    run = load_run(source, device="cpu", weights=held)
-    _check_finished(source, run.step, experiment, unfinished)  # the newest checkpoint may have been damaged
-    method = run.method
-    tensors, rounding, worst = _rounded(method, precision)
-    data = tensorfile.to_bytes(tensors)
-    parameters = sum(parameter.numel() for parameter in method.parameters())
+    run, steps = load_run(source, device="cpu", weights=held), experiment.train.steps
+    if run.step < steps and not unfinished:
+        remedy = "finish it with: emoe train ... --resume, or add --unfinished"
+        raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
+    name = _free_name(root, experiment.name, name)
+    tensors, errors = _rounded(run.method, precision)
+    data, worst = tensorfile.to_bytes(tensors), max(errors, key=errors.__getitem__)
+    parameters = sum(parameter.numel() for parameter in run.method.parameters())
     config = {
         "schema": SCHEMA,
         "name": name,
@@ -181,22 +175,28 @@ def release(
         "step": run.step,
         "weights": held,
         "precision": precision,
-        "rounding": rounding,
+        "rounding": errors[worst],
         "parameters": parameters,
-        "space": dataclasses.asdict(method.space),
+        "space": dataclasses.asdict(run.method.space),
         "file": {"name": MODEL, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()},
         "licence": licence,
         "commit": source_commit(),
         "emoe": emoe.__version__,
         "torch": torch.__version__,
     }
-    path = _write(root, name, data, config)
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return Release(name, path, parameters, size, rounding, worst)
+    storage.prepare(root)
+    try:
+        with storage.new_folder(root / name) as folder:
+            storage.write_synced(folder / MODEL, data)
+            storage.write_sealed(folder / CONFIG, config)
+    except OSError as error:
+        problem = f"cannot write the release {name!r}, {len(data)} bytes needed ({error})"
+        raise StorageError(root, problem, "free space or make the folder writable") from error
+    size = sum(file.stat().st_size for file in (root / name).iterdir())
+    return Release(name, root / name, parameters, size, errors[worst], worst)
 
 
 def _unknown(name: str | Path) -> str:
-    """The message for something that is no release."""
     path = Path(name)
     if (path / "experiment.json").is_file():
         return f"weights: {path} is a run folder, not a release; open it with emoe.load_run, or export it: emoe release"
@@ -209,133 +209,37 @@ def _unknown(name: str | Path) -> str:
     return f"weights: no released model is called {str(name)!r}; there are: {there} (in {searched}; set EMOE_WEIGHTS)"
 
 
-def check_release(source: Path, root: Path, name: str | None, unfinished: bool) -> str:
-    """The name of the release of a run, after all checks that need no weights."""
-    if not (source / "experiment.json").is_file():
-        raise ConfigError([f"run: {source} is no run folder (no experiment.json); make one with: emoe train RECIPE"])
-    experiment = Experiment.load(source / "experiment.json")
-    newest = checkpoint.latest(source / "checkpoints", groups=checkpoint.WEIGHTS)
-    if newest is None:
-        raise ConfigError([f"run: {source} has no checkpoint yet; train it with: emoe train ... --resume"])
-    _check_finished(source, checkpoint.load(newest, groups=()).step, experiment, unfinished)
-    if name is None and not _NAME.fullmatch(experiment.name):
+def _free_name(root: Path, recipe: str, name: str | None) -> str:
+    if name is None and not _NAME.fullmatch(recipe):
         # A changed recipe says so in its name; its weights must not pass for the recipe's own.
-        raise ConfigError([f"name: {source} holds {experiment.name!r}, which cannot name a folder; give one: --name"])
-    name = experiment.name if name is None else name
+        raise ConfigError(f"name: the run holds {recipe!r}, which cannot name a folder; give one: --name")
+    name = recipe if name is None else name
     if not _NAME.fullmatch(name):
-        raise ConfigError([f"name: {name!r} is not allowed; letters, digits, '.', '_' and '-' only, no '.' in front"])
+        raise ConfigError(f"name: {name!r} is not allowed; letters, digits, '.', '_' and '-' only, no '.' in front")
     if (root / name).exists():
-        raise ConfigError([f"name: {root / name} exists already; remove it or give another --name"])
+        raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
     return name
 
 
-def _check_finished(source: Path, step: int, experiment: Experiment, unfinished: bool) -> None:
-    steps = experiment.train.steps
-    if step < steps and not unfinished:
-        remedy = "finish it with: emoe train ... --resume, or add --unfinished"
-        raise ConfigError([f"run: {source} is at step {step} of {steps}; {remedy}"])
-
-
-def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], float, str]:
-    """The state with its parameters in 16 bits, the largest |w - rounded w| and the name of its tensor."""
-    tensors: dict[str, Tensor] = {}
-    largest, worst = 0.0, ""
-    parameters = dict(method.named_parameters(remove_duplicate=False))
-    for name, tensor in method.state_dict().items():
-        tensors[name] = tensor
-        if name not in parameters or not tensor.is_floating_point():
-            continue
-        if not tensor.isfinite().all():
-            raise ConfigError([f"run: {name} is not finite; look at metrics.jsonl for where that began"])
-        tensors[name] = tensor.to(_DTYPES[precision])
-        if not tensors[name].isfinite().all():
+def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The state with its parameters in 16 bits, and max |w - rounded w| by parameter."""
+    tensors, errors = dict(method.state_dict()), dict[str, float]()
+    for name, _ in method.named_parameters(remove_duplicate=False):
+        weight, rounded = tensors[name], tensors[name].to(_DTYPES[precision])
+        if not weight.isfinite().all():
+            raise ConfigError(f"run: {name} is not finite; look at metrics.jsonl for where that began")
+        if not rounded.isfinite().all():
             remedy = "; use --precision bf16" if precision == "fp16" else ""
-            raise ConfigError([f"precision: {name} has weights too large for {precision}{remedy}"])
-        error = (tensor.double() - tensors[name].double()).abs().max().item() if tensor.numel() else 0.0
-        if error > largest or not worst:
-            largest, worst = error, name
-    return tensors, largest, worst
+            raise ConfigError(f"precision: {name} has weights too large for {precision}{remedy}")
+        errors[name] = (weight.double() - rounded.double()).abs().max().item() if weight.numel() else 0.0
+        tensors[name] = rounded
+    return tensors, errors
 
 
 def _portable(experiment: Experiment) -> Experiment:
     """The experiment without folders of this machine in it."""
     domain = experiment.domain
-    changes: dict[str, str | None] = {}
-    if getattr(domain, "root", None):
-        changes["root"] = None
+    changes: dict[str, str | None] = {"root": None} if getattr(domain, "root", None) else {}
     if path := getattr(domain, "path", None):
         changes["path"] = Path(path).name
     return dataclasses.replace(experiment, domain=dataclasses.replace(domain, **changes))
-
-
-def _write(root: Path, name: str, data: bytes, config: Mapping[str, Any]) -> Path:
-    """Both files under a temporary name, forced to the disk; the rename makes them real."""
-    storage.prepare(root)
-    final, temporary = root / name, root / f".tmp-{name}-{os.getpid()}"
-    try:
-        temporary.mkdir()
-        storage.write_synced(temporary / MODEL, data)
-        storage.write_sealed(temporary / CONFIG, config)
-        storage.sync_folder(temporary)
-        temporary.rename(final)
-        storage.sync_folder(root)
-    except OSError as error:
-        problem = f"cannot write the release {name!r}, {len(data)} bytes needed ({error})"
-        raise StorageError(root, problem, "free space or make the folder writable") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return final
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        content = storage.read_sealed(path)
-    except StorageError as error:
-        # The remedy for a checkpoint (take an older one) is no help here.
-        raise StorageError(path, "is not what emoe release wrote: its SHA-256 does not match", AGAIN) from error
-    with _parsing(path):
-        if int(content["schema"]) > SCHEMA:
-            problem = f"has schema {content['schema']}, this version reads up to {SCHEMA}"
-            raise NewerSchemaError(path, problem, "update emoe")
-    return content
-
-
-@contextmanager
-def _parsing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StorageError(path, f"is no config of a release ({error!r})", AGAIN) from error
-
-
-def _read_tensors(path: Path, size: int, sha256: str) -> dict[str, Tensor]:
-    """The tensors of a file whose size and SHA-256 are right."""
-    if not path.is_file():
-        raise StorageError(path, "is missing", AGAIN)
-    if path.stat().st_size != size:
-        raise StorageError(path, f"has {path.stat().st_size} bytes instead of {size}", AGAIN)
-    try:
-        return tensorfile.from_bytes(storage.read_verified(path, sha256))
-    except StorageError as error:
-        raise StorageError(path, "is damaged: its SHA-256 does not match", AGAIN) from error
-    except ValueError as error:
-        raise StorageError(path, str(error), AGAIN) from error
-
-
-def _fill(method: Method, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load tensors into a method, in its own precision, if names, shapes and kinds of numbers are the method's."""
-    wanted = method.state_dict()
-    faults = [f"{name} is missing" for name in wanted if name not in tensors]
-    faults += [f"{name} is not part of the model" for name in tensors if name not in wanted]
-    for name in wanted.keys() & tensors.keys():
-        have, want = tensors[name], wanted[name]
-        if have.shape != want.shape:
-            faults.append(f"{name} has shape {tuple(have.shape)}, the model wants {tuple(want.shape)}")
-        elif have.is_floating_point() != want.is_floating_point():
-            faults.append(f"{name} holds {have.dtype}, the model wants {want.dtype}")
-    if faults:
-        more = [f"  and {len(faults) - _NAMED} more"] if len(faults) > _NAMED else []
-        lines = [f"  {fault}" for fault in sorted(faults)[:_NAMED]]
-        raise ConfigError([f"weights: {path} does not fit the model of its config and these settings", *lines, *more])
-    method.load_state_dict({name: tensor.to(wanted[name].dtype) for name, tensor in tensors.items()})

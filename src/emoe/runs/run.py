@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,7 @@ from emoe.evaluation.measure import measure_samples
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
 from emoe.rng import Rng, derive_seed
-from emoe.runs.completion import Completion, Given, Keep, complete, token_rows
+from emoe.runs.completion import Completion, Given, Keep, Rows, prepare, token_rows
 from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
 
@@ -28,51 +29,30 @@ if TYPE_CHECKING:
     from emoe.reporting.results import Row
 
 
+@dataclass(unsafe_hash=True, repr=False)
 class Run:
     """A trained model, opened from a run folder or from released weights; the method is in evaluation mode.
 
-    `repr`, `==` and `hash` depend on path and step only.
-
-    Args:
-        path: Its folder.
-        experiment: What was trained.
-        method: The method with trained weights.
-        step: Training steps behind the weights.
-        result: How the training ended, if it ended just now.
-        name: How messages call it; None: its path.
-        licence: Licence of released weights.
-        domain: The domain, if the caller has built it already.
+    Runs of the same path and step are equal.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        experiment: Experiment,
-        method: Method,
-        step: int,
-        *,
-        result: FitResult | None = None,
-        name: str | None = None,
-        licence: str | None = None,
-        domain: Domain | None = None,
-    ):
-        self.path, self.experiment, self.method, self.step = path, experiment, method, step
-        self.result, self.name, self.licence = result, name or str(path), licence
-        if domain is not None:
-            vars(self)["domain"] = domain
+    path: Path
+    experiment: Experiment = field(compare=False)
+    method: Method = field(compare=False)
+    step: int
+    result: FitResult | None = field(default=None, compare=False)  # how the training ended, if it ended just now
+    name: str = field(default="", compare=False)  # in messages; default: the path
+    licence: str | None = field(default=None, compare=False)  # of released weights
+
+    def __post_init__(self) -> None:
+        self.name = self.name or str(self.path)
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.experiment.method.kind}, step {self.step})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and (self.path, self.step) == (other.path, other.step)
-
-    def __hash__(self) -> int:
-        return hash((self.path, self.step))
-
     @cached_property
     def domain(self) -> Domain:
-        """The data, metrics and figures of the experiment; read when it is first asked for.
+        """The data, metrics and figures of the experiment; read on first use.
 
         Raises:
             DataError: The data are not here; sampling does without them.
@@ -120,17 +100,39 @@ class Run:
         return draw(self.method, n, nfe, seed=seed, batch=config.batch, given=rows, sampler=config.sampler)
 
     def complete(
-        self,
-        given: Given,
-        n: int = 1,
-        nfe: int | None = None,
-        *,
-        seed: int = 0,
-        keep: Keep = None,
-        ink: Ink = "auto",
+        self, given: Given, n: int = 1, nfe: int | None = None, *, seed: int = 0, keep: Keep = None, ink: Ink = "auto"
     ) -> Completion:
-        """Draw `n` completions of each given row, image or text, which may be files; see `emoe.runs.completion`."""
-        return complete(self, given, n, nfe, seed=seed, keep=keep, ink=ink)
+        """Draw `n` completions of every given row with `nfe` network calls each.
+
+        Args:
+            given: One or several files (.png for images; .txt for text; .npy, .csv), rows written out (`12,?`), or
+                texts with holes (`The cat ___ a bird.`, see `emoe.domains.text.given`); or rows as an array of shape
+                (L,) or (m, L) with -1 or the mask where a token is wanted.
+            n: Completions of each row.
+            nfe: Network calls; default: the fewest of the experiment.
+            seed: Seed of the draw.
+            keep: Which of the given tokens stay: a name that the domain knows (`top-half` for images), positions
+                (`0-9,20`), none, or an array of booleans of shape (L,) or (m, L). By default all that are given.
+            ink: For image files: whether the ink is dark or light; auto looks at the border.
+
+        Raises:
+            ConfigError: Arguments that cannot be used, or nothing to fill in.
+            DataError: A file that cannot be used.
+        """
+        rows, masked = prepare(self.method.space, self.experiment.domain, given, keep=keep, ink=ink)
+        return self.fill_in(rows, masked, n, nfe, seed=seed)
+
+    def fill_in(self, rows: Rows, given: Rows, n: int, nfe: int | None = None, *, seed: int = 0) -> Completion:
+        """Draw the completions of what `prepare` returned; tokens that are given are compared afterwards."""
+        if n < 1:
+            raise ConfigError([f"n: must be >= 1, got {n}"])
+        repeated, space = given.repeat_interleave(n, 0), self.method.space
+        pool = self.pool(len(repeated), nfe, seed=seed, given=repeated)
+        kept = repeated != space.mask_id
+        if not torch.equal(pool.samples[kept], repeated[kept]):
+            raise AssertionError("the sampler changed tokens that were given")
+        samples = pool.samples.unflatten(0, (len(rows), n))
+        return Completion(rows, given, samples, pool.nfe, space, self.experiment.domain)
 
     def nll(
         self, rows: Int[Tensor, "m L"] | np.ndarray | None = None, likelihood: str = "bound@1", *, seed: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from emoe.config import ConfigError
-from emoe.diffusion.samplers import OnStep
-from emoe.engine.arithmetic import Precision, arithmetic
 from emoe.methods.base import PLAIN, Method, SamplerConfig
 from emoe.rng import Rng, derive_seed
 
@@ -27,12 +26,12 @@ class Pool(NamedTuple):
     seconds: float
 
 
+@dataclass
 class CallCount:
     """Number of calls that a module has made, and of rows in all of them."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.rows = 0
+    calls: int = 0
+    rows: int = 0
 
 
 @contextlib.contextmanager
@@ -61,8 +60,6 @@ def draw(
     batch: int | None = None,
     given: Int[Tensor, "n L"] | None = None,
     sampler: SamplerConfig = PLAIN,
-    precision: Precision | None = None,
-    on_step: OnStep | None = None,
 ) -> Pool:
     """Draw n rows with `nfe` network calls each; a pure function of the arguments and the weights.
 
@@ -74,8 +71,6 @@ def draw(
         batch: Rows drawn at a time, which bounds the memory; another size gives other rows. None: all at once.
         given: Rows with the mask where tokens are wanted; all other tokens stay.
         sampler: How masked diffusion methods draw.
-        precision: Arithmetic of matrix products; None leaves torch's settings as they are.
-        on_step: Called after every reverse step of every batch.
 
     Raises:
         RuntimeError: The method made another number of network calls.
@@ -91,20 +86,17 @@ def draw(
         raise ConfigError([f"given: expected {n} rows of {space.length} tokens, got shape {tuple(given.shape)}"])
     if given.min() < 0 or given.max() >= space.size:
         raise ConfigError([f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)"])
-    settings = contextlib.nullcontext() if precision is None else arithmetic(precision)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     rng, began, training = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic(), method.training
     parts, rows = [], 0
     method.eval()
     try:
-        with settings, autocast:
-            for start in range(0, n, batch or n):
-                x = given[start : start + (batch or n)].to(device, copy=True)
-                with count_calls(method.backbone) as count:
-                    parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler, on_step=on_step).cpu())
-                if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
-                    raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
-                rows += count.rows
+        for start in range(0, n, batch or n):
+            x = given[start : start + (batch or n)].to(device, copy=True)
+            with count_calls(method.backbone) as count:
+                parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler).cpu())
+            if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
+                raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
+            rows += count.rows
     finally:
         method.train(training)
     calls = nfe if sampler.kind == "plain" else rows / n

@@ -6,7 +6,6 @@ A run folder holds `experiment.json`, `metrics.jsonl` and `checkpoints/`; the ex
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain
@@ -21,16 +21,19 @@ from emoe.engine import checkpoint
 from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopOnSignal
 from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
-from emoe.engine.rundir import RunLock
+from emoe.engine.rundir import run_lock
 from emoe.engine.signals import StopSignal
+from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
-from emoe.overrides import differences, neutral_fields
+from emoe.methods.base import Method
+from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
 from emoe.types import TokenSpace
 
 Weights = Literal["auto", "ema", "model"]
+NO_RUN = "is no run folder (no experiment.json); make one with: emoe train RECIPE"
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -79,8 +82,7 @@ def train(
     """
     path = Path(folder)
     experiment = customise(get_recipe(recipe) if isinstance(recipe, str) else recipe, settings or {})
-    where, config = _own_device(device), experiment.train
-    parts = _parts(experiment)
+    where, config, parts = _own_device(device), experiment.train, _parts(experiment.train)
     label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
     shown: Sequence[Callback] = [ProgressBar(label)] if callbacks is None else callbacks
     with joined(where) as world, contextlib.ExitStack() as stack:
@@ -88,17 +90,18 @@ def train(
         method = experiment.build_method(domain.space).to(where)
         data = domain.sha256
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
-        problem = "they were started with other fields, data or versions; give all the same command"
-        world.check_same(everything, problem)
+        world.check_same(everything, "they were started with other fields, data or versions; use the same command")
 
         def claim() -> None:
-            stack.enter_context(RunLock(path))  # held until the training has ended
+            stack.enter_context(run_lock(path))  # held until the training has ended
             _claim(path, experiment, resume, data, parts)
 
         world.lead(claim)
         if stop is None:
             stop = stack.enter_context(StopSignal())
-        meta = {"experiment": experiment.name, "rows": len(domain.rows), "data": data}
+        meta = {"experiment": experiment.name, "rows": len(domain.rows), "data": data, "space": vars(domain.space)}
+        if parts > 1:
+            meta["parts"] = parts
         result = fit(
             method,
             domain.batches(config.batch, experiment.seed, device=where, rank=world.rank, world=world.size),
@@ -108,13 +111,11 @@ def train(
             rng=Rng(derive_seed(experiment.seed, "train"), device=where, rank=world.rank, world=world.size),
             run_dir=path,
             resume=resume,
-            meta=meta | {"space": dataclasses.asdict(domain.space)} | ({"parts": parts} if parts > 1 else {}),
+            meta=meta,
             # The warning comes before what shows it.
-            callbacks=[
-                CollapseWarning(method.collapse, stop=config.stop_on_collapse), *shown, StopOnSignal(stop)
-            ],
+            callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *shown, StopOnSignal(stop)],
             world=world,
-        )  # fmt: skip
+        )
         run = load_run(path, device=str(where), domain=domain)
     run.result = result
     return run
@@ -126,67 +127,55 @@ def _own_device(name: str) -> torch.device:
     if size == 1:
         return where
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            ["ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE"]
-        )
+        raise ConfigError("ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE")
     if where.type != "cuda":
         return where
-    gpus = torch.cuda.device_count()
     if where.index is not None:
-        raise ConfigError([f"device: each of {size} processes has a GPU of its own, so {name!r} cannot be; give cuda"])
-    if local >= gpus:
-        raise ConfigError([f"ranks: process {local} of this machine has no GPU, there are {gpus}; start fewer"])
+        raise ConfigError(f"device: each of {size} processes has a GPU of its own, so {name!r} cannot be; give cuda")
+    if local >= (gpus := torch.cuda.device_count()):
+        raise ConfigError(f"ranks: process {local} of this machine has no GPU, there are {gpus}; start fewer")
     where = torch.device("cuda", local)
     torch.cuda.set_device(where)
     return where
 
 
-def _parts(experiment: Experiment) -> int:
+def _parts(train: TrainConfig) -> int:
     """Equal parts that the rows of an update are cut into: of all processes, with `accumulate` each."""
-    (_, size, _), config = launched(), experiment.train
-    if config.batch % (size * config.accumulate):
-        raise ConfigError(
-            [
-                f"train.batch: {config.batch} rows cannot be cut into {size} (processes) x {config.accumulate} "
-                "(train.accumulate) equal parts; choose a multiple"
-            ]
-        )
-    return size * config.accumulate
+    (_, size, _), count = launched(), train.accumulate
+    if train.batch % (size * count):
+        parts = f"{size} (processes) x {count} (train.accumulate)"
+        raise ConfigError(f"train.batch: {train.batch} rows cannot be cut into {parts} equal parts; choose a multiple")
+    return size * count
 
 
 def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: int) -> None:
     """Write the experiment into a new folder, or check that a folder to resume holds the same one and its data."""
     saved = path / "experiment.json"
-    used = any((path / "checkpoints").glob("step-*"))  # damaged ones count: nothing is overwritten unasked
-    if used and not resume:
-        raise ConfigError([f"run: {path} already holds a trained run; add --resume to continue it, or choose another"])
-    if used and not saved.exists():
-        raise ConfigError([f"run: {path} has checkpoints but no experiment.json; choose another folder"])
-    if used:
-        old = Experiment.load(saved)
-        free = neutral_fields(old) | neutral_fields(experiment)  # these change nothing of what is trained
-        frozen = [
-            f"  {field}: {change}"
-            for field, change in differences(old, experiment).items()
-            if field not in free and not field.startswith("eval.")
-        ]
-        if frozen:
-            first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
-            raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
-        newest = checkpoint.latest(path / "checkpoints")
-        meta = {} if newest is None else checkpoint.load(newest, groups=()).meta
-        if meta.get("data", data) != data:
-            raise ConfigError(
-                [f"resume: the training rows are not those {path} was started with; train into a new folder"]
-            )
-        if newest is not None and meta.get("parts", 1) != parts:
-            raise ConfigError(
-                [
-                    f"resume: the updates of {path} are cut into {meta.get('parts', 1)} parts (processes x "
-                    f"train.accumulate), not {parts}, and each draws its own noise; keep the product"
-                ]
-            )
+    if any((path / "checkpoints").glob("step-*")):  # damaged ones count: nothing is overwritten unasked
+        if not resume:
+            raise ConfigError(f"run: {path} already holds a trained run; add --resume to go on, or choose another")
+        if not saved.exists():
+            raise ConfigError(f"run: {path} has checkpoints but no experiment.json; choose another folder")
+        _check_same(path, experiment, data, parts)
     experiment.save(saved)
+
+
+def _check_same(path: Path, experiment: Experiment, data: str, parts: int) -> None:
+    changes = differences(Experiment.load(path / "experiment.json"), experiment).items()
+    if frozen := [f"  {field}: {change}" for field, change in changes if not field.startswith("eval.")]:
+        first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
+        raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
+    newest = checkpoint.latest(path / "checkpoints")
+    if newest is None:
+        return
+    meta = checkpoint.load(newest, groups=()).meta
+    if meta.get("data", data) != data:
+        raise ConfigError(f"resume: the training rows are not those {path} was started with; train into a new folder")
+    if (before := meta.get("parts", 1)) != parts:
+        raise ConfigError(
+            f"resume: the updates of {path} are cut into {before} parts (processes x train.accumulate), not {parts}, "
+            "and each draws its own noise; keep the product"
+        )
 
 
 def load_run(
@@ -214,9 +203,9 @@ def load_run(
 
         if pretrained.find(path) is not None:
             return pretrained.from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
-        problem = f"run: {path} is no run folder (no experiment.json); make one with: emoe train RECIPE"
         names = ", ".join(sorted(pretrained.released()))
-        raise ConfigError([problem, *([f"run: nor is it a released model; there are: {names}"] if names else [])])
+        nor = [f"run: nor is it a released model; there are: {names}"] if names else []
+        raise ConfigError([f"run: {path} {NO_RUN}", *nor])
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
     saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
@@ -224,14 +213,21 @@ def load_run(
     if domain is None and "space" not in saved.meta:  # a run of an earlier version
         domain = experiment.domain.build(experiment.seed)
     method = experiment.build_method(TokenSpace(**saved.meta["space"]) if domain is None else domain.space)
-    state = dict(saved.tensors["model"])
     if weights == "ema" and "ema" not in saved.tensors:
         raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
-    if weights != "model":
-        state |= saved.tensors.get("ema", {})
+    state = saved.tensors["model"] | ({} if weights == "model" else saved.tensors.get("ema", {}))
+    load_weights(method, state, f"run: the weights in {path} do not fit these fields or this data")
+    run = Run(path, experiment, method.to(where).eval(), saved.step)
+    if domain is not None:
+        run.domain = domain
+    return run
+
+
+def load_weights(method: Method, state: Mapping[str, Tensor], problem: str) -> None:
+    """Load weights; a ConfigError that begins with `problem` and names tensors if they are not those of the method."""
     try:
         method.load_state_dict(state)
     except RuntimeError as error:
-        faults = [line.strip() for line in str(error).splitlines()[1:]]
-        raise ConfigError([f"run: the weights in {path} do not fit these fields or this data", *faults[:5]]) from None
-    return Run(path, experiment, method.to(where).eval(), saved.step, domain=domain)
+        faults = [f"  {line.strip()}" for line in str(error).splitlines()[1:]]
+        more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []
+        raise ConfigError([problem, *faults[:5], *more]) from None
