@@ -16,7 +16,7 @@ from emoe.reporting import ties
 from emoe.reporting.results import Results
 from emoe.runs.train import load_run
 from emoe.studies import held_out, likelihood, scaling
-from emoe.studies.course import routing_at_end
+from emoe.studies.training import routing_at_end
 
 
 def places(folder: Path, **fields: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_runs_of_scaling() -> None:
     given = scaling.Options(
         variants=("all-carry", "mdlm", "plus"), families=("pairs", "sums"), lengths=(2, 8, 64), seeds=(0, 1)
     )
-    made = scaling.labelled_experiments(given)
+    made = scaling.Study(given).experiments()
     assert len(made) == len({(one.name, one.seed) for one in made}) == 36
     order = [(label.startswith("all-carry"), -one.domain.length) for one, label in made.items()]
     assert order == sorted(order) and next(iter(made.values())) == "mdlm, pairs-L64, seed 0"
@@ -74,11 +74,11 @@ def test_runs_of_scaling() -> None:
     for one, label in made.items():
         assert ties.variant_of(one.name) == (label.partition(",")[0], {})
     fixed = scaling.Options(variants=("wake-sleep-row",), families=("pairs",), lengths=(16,), depth=3)
-    (one,) = scaling.labelled_experiments(fixed)
+    (one,) = scaling.Study(fixed).experiments()
     assert (one.backbone.depth, one.method.compare.credit) == (3, "row")
     # Lengths that a family cannot have are left out; alone they are refused.
     some = scaling.Options(variants=("mdlm",), families=("pairs", "permutations", "sums"), lengths=(6, 5))
-    assert [label[6:] for label in scaling.labelled_experiments(some).values()] == [
+    assert [label[6:] for label in scaling.Study(some).experiments().values()] == [
         "pairs-L6, seed 0", "permutations-L6, seed 0", "permutations-L5, seed 0"
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="pairs cannot cut 3 positions"):

@@ -16,10 +16,10 @@ from emoe.domains.base import DataError
 from emoe.recipes import get_recipe
 from emoe.reporting.results import Results
 from emoe.runs.train import load_run
-from emoe.studies import demo, held_out, images, likelihood, pipeline, scaling, text, toy
-from emoe.studies.pipeline import Interrupted, Study
+from emoe.studies import demo, held_out, images, likelihood, pipeline, scaling, stages, text, toy
+from emoe.studies.pipeline import Interrupted
 from emoe.studies.pools import Archive, PoolKey, digest
-from emoe.studies.stages import Stage, pool_stage, run_name, steps_done, time_stage
+from emoe.studies.stages import Stage, Trained, run_name, steps_done
 
 SMALL = {"domain.points": "200", "eval.samples": "300", "eval.nfe": "1,2"}
 
@@ -28,6 +28,17 @@ def options(folder: Path, settings: dict[str, str], **fields: Any) -> toy.Option
     fields = {"seeds": (0,), "densities": ("8-modes",), "methods": ("mdlm", "emoe"), "jobs": 1} | fields
     places = {"runs": folder / "runs", "results": folder / "results", "device": "cpu", "quiet": True}
     return toy.Options(**places, **fields, settings={**settings, **SMALL})
+
+
+def study_of(given: toy.Options, trained: Any, measure: Any = lambda run: []) -> pipeline.Study:
+    """A study that writes nothing."""
+
+    class Small(pipeline.Study):
+        experiments = staticmethod(lambda: trained)
+        stages = staticmethod(measure)
+        write = staticmethod(lambda results: None)
+
+    return Small(given)
 
 
 def values(folder: Path) -> dict[Any, float]:
@@ -93,7 +104,7 @@ def test_a_run_is_stopped_and_saved_at_the_deadline_or_by_a_signal(tmp_path: Pat
     experiment = get_recipe("demo-mdlm")
     train = dataclasses.replace(experiment.train, steps=1_000_000, batch=8)
     given = options(tmp_path, tiny, budget=budget)
-    study = Study(given, [dataclasses.replace(experiment, train=train)], lambda run: [], lambda runs: [], lambda *_: [])
+    study = study_of(given, [dataclasses.replace(experiment, train=train)])
     if budget is None:
         threading.Timer(1.0, study.stop.ask).start()
         with pytest.raises(Interrupted, match="the same command continues") as error:
@@ -119,13 +130,11 @@ def test_failures_are_reported_and_stop_nothing(tmp_path: Path, tiny, capsys) ->
     experiments = dict.fromkeys(
         [good, dataclasses.replace(good, seed=7), dataclasses.replace(good, optim=optim)], "same"
     )
-    stages = {"bad": Stage("bad", lambda results: False, broken)}
 
-    def make(run) -> list[Stage]:
-        return [stages["bad"], pool_stage(run, PoolKey(1), 20), time_stage(run)]
+    def measure(run: Trained) -> list[Stage]:
+        return [Stage("bad", broken, lambda results: False), stages.pool(run, PoolKey(1), 20), *stages.times(run)]
 
-    study = Study(options(tmp_path, {}), experiments, make, lambda runs: [], lambda *_: [])
-    assert study.run() == 1
+    assert study_of(options(tmp_path, {}), experiments, measure).run() == 1
     said = capsys.readouterr().err
     assert "emoe reproduce toy: same failed: step 2" in said and "same, bad [1/3] failed: no room" in said
     rows = Results.load(tmp_path / "results/toy.json").select(metric="validity", nfe=1)

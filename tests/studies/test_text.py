@@ -28,7 +28,7 @@ from emoe.reporting.results import Results
 from emoe.reporting.text import GREEDY, in_setting
 from emoe.runs.run import Run
 from emoe.runs.train import load_run
-from emoe.studies import course, eval_lm, pipeline, scores, text
+from emoe.studies import eval_lm, pipeline, scores, text, training
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import escape
 from emoe.studies.stages import steps_done
@@ -317,7 +317,7 @@ def test_passes_are_counted(method: str, settings, entered: float, inside: float
     domain = TextConfig(path=str(sets / "set")).build(0)
     experiment = customise(get_recipe(f"text-tiny-{method}"), settings)
     run = Run(Path(), experiment, experiment.build_method(domain.space).eval(), 0, domain=domain)
-    assert course.network_passes(run) == {"passes_train": entered, "calls_step": 1, "passes_block": inside}
+    assert training.network_passes(run) == {"passes_train": entered, "calls_step": 1, "passes_block": inside}
 
 
 def test_features_are_reduced_by_principal_components(sets: Path) -> None:

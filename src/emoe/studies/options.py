@@ -43,6 +43,7 @@ class Options:
     reserved: ClassVar[Mapping[str, str]] = {}  # fields of recipes that the study sets -> the option for them
 
     study: str = hidden("")
+    only: str | None = hidden(None)
     runs: Path | None = flag(None, "folder of the run folders; default: runs/STUDY", recorded=False)
     results: Path = flag(Path("results"), "folder of results, tables and figures", recorded=False)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N", recorded=False)
@@ -74,9 +75,14 @@ class Options:
                 yield f"{name}: must be <= {high}, got {item}"
 
     @property
+    def stem(self) -> str:
+        """How the names of its files begin."""
+        return self.study
+
+    @property
     def run_folder(self) -> Path:
         """Folder of the run folders."""
-        return self.runs or Path("runs") / self.study
+        return self.runs or Path("runs") / self.stem
 
     @property
     def command(self) -> str:

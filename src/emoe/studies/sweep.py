@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -15,18 +14,17 @@ from typing import NamedTuple
 
 from emoe.config import ConfigError, hint, to_dict
 from emoe.domains.toy import Toy
-from emoe.evaluation.likelihood import HELD_OUT, in_units
+from emoe.evaluation.likelihood import HELD_OUT
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write
-from emoe.reporting.render import markdown, print_table
+from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, mean_of
 from emoe.reporting.table import Table
-from emoe.studies import options
+from emoe.studies import options, pipeline, stages
 from emoe.studies.options import LARGEST_SEED, flag, hidden
-from emoe.studies.pipeline import Study, write_page
 from emoe.studies.pools import PoolKey
-from emoe.studies.stages import Stage, Trained, exact_stage, likelihood_stage, pool_stage, time_stage
+from emoe.studies.stages import Stage, Trained
 
 EXACT = ("validity", "overlap", "nll", "kl")  # of a toy model's law, without sampling noise
 GAIN = "coordination_gain"  # from bound@1: it has no NFE
@@ -54,25 +52,67 @@ class Options(options.Options):
     out: Path | None = flag(None, "folder; default: runs/sweep/NAME", recorded=False)
     runs: Path | None = hidden(None)
     results: Path = hidden(Path())
+    stem = "results"
 
 
-def run(options: Options) -> int:
+class Study(pipeline.Study):
     """Train a recipe under many settings and compare each with the recipe itself."""
-    if not re.fullmatch(r"\w[\w.-]*", options.name):
-        raise ConfigError([f"name: expected letters, digits, dots and dashes, got {options.name!r}"])
-    trials, out = make_trials(options), options.out or Path("runs/sweep") / options.name
-    check_metrics(options.metric, trials["base"])
-    own = dataclasses.replace(options, runs=out / "runs", results=out)
-    tasks = [as_text(task) for task in tasks_of(options) for _ in options.seeds or "-"]
-    labels = {
-        one: ", ".join(filter(None, [name, task, f"seed {one.seed}"]))
-        for name, trial in trials.items()
-        for task, one in zip(tasks, trial, strict=True)
-    }
-    stages, write = functools.partial(_stages, own), functools.partial(_write, own, trials)
-    study = Study(own, labels, stages, lambda runs: [], write, name="results", measures_late=True)
-    study.run()
-    return int(len(study.failed) == len(labels))  # a trial that fails is a result, too
+
+    options: Options
+    measures_late = True
+
+    def __init__(self, options: Options):
+        if not re.fullmatch(r"\w[\w.-]*", options.name):
+            raise ConfigError([f"name: expected letters, digits, dots and dashes, got {options.name!r}"])
+        out = options.out or Path("runs/sweep") / options.name
+        super().__init__(dataclasses.replace(options, runs=out / "runs", results=out))
+
+    def experiments(self) -> dict[Experiment, str]:
+        """Every trial on every task with every seed."""
+        self.trials = make_trials(self.options)
+        check_metrics(self.options.metric, self.trials["base"])
+        tasks = [as_text(task) for task in tasks_of(self.options) for _ in self.options.seeds or "-"]
+        return {
+            experiment: ", ".join(filter(None, [name, task, f"seed {experiment.seed}"]))
+            for name, trial in self.trials.items()
+            for task, experiment in zip(tasks, trial, strict=True)
+        }
+
+    def stages(self, run: Trained) -> list[Stage]:
+        """The exact law of a toy, samples elsewhere, bound@1 for the gain."""
+        metrics, nfe, work = self.options.metric, self.options.nfe, stages.times(run)
+        if isinstance(run.domain, Toy):
+            work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
+        else:
+            work += [stages.pool(run, PoolKey(calls), run.experiment.eval.samples) for calls in nfe]
+        gain = stages.likelihood(run, "bound@1", HELD_OUT, ("nll", "bpd", "ppl"))
+        return work + [gain] * (GAIN in metrics)
+
+    def write(self, results: Results) -> None:
+        """The table of trials, best first."""
+        columns = [
+            Column(metric, n)
+            for metric in self.options.metric
+            for n in (self.options.nfe if metric != GAIN else [None])
+        ]
+        first, *others = columns
+        base, rows = first.values(results, self.trials["base"]), []
+        for label, trial in sorted(self.trials.items(), key=lambda item: first.rank(results, item[1])):
+            own = first.values(results, trial)
+            gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
+            cells = [column.cell(results, trial) for column in [*others, Column("step_ms", None)]]
+            gain = write(gap, f"+.{first.digits}f")
+            rows.append([label, first.cell(results, trial), gain, *cells, f"{len(own)}/{len(trial)}"])
+        header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
+        table = Table(header, rows, title=self.options.recipe, note=NOTE)
+        self.print_tables([table])
+        command = f"```bash\n{self.options.command_line()}\n```\n"
+        self.page("ranking.md", f"{markdown([table])}\n{command}")
+
+    def close(self) -> int:
+        """A trial that fails is a result, too: an error only if all of them fail."""
+        super().close()
+        return int(len(self.failed) == len(self.runs))
 
 
 # --- Trials ----------------------------------------------------------------------------------------------------------
@@ -171,37 +211,6 @@ def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> 
         for metric in metrics:
             if metric not in (GAIN, *names):
                 raise ConfigError([f"metric: {domain.name} has no {metric!r}{hint(metric, [*names, GAIN])}"])
-
-
-def _stages(options: Options, trained: Trained) -> list[Stage]:
-    """The exact law of a toy, samples elsewhere, bound@1 for the gain."""
-    stages = [time_stage(trained)]
-    if isinstance(trained.domain, Toy):
-        stages += [exact_stage(trained, options.nfe)] * (options.metric != (GAIN,))
-    else:
-        stages += [pool_stage(trained, PoolKey(nfe), trained.experiment.eval.samples) for nfe in options.nfe]
-    if GAIN in options.metric:
-        stages.append(likelihood_stage(trained, "bound@1", HELD_OUT, in_units))
-    return stages
-
-
-def _write(options: Options, trials: Trials, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    """The table of trials, best first."""
-    columns = [Column(metric, nfe) for metric in options.metric for nfe in (options.nfe if metric != GAIN else [None])]
-    first, *others = columns
-    base = first.values(results, trials["base"])
-    rows = []
-    for label in sorted(trials, key=lambda label: first.rank(results, trials[label])):
-        own = first.values(results, trials[label])
-        gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
-        cells = [column.cell(results, trials[label]) for column in others]
-        cells += [Column("step_ms", None).cell(results, trials[label]), f"{len(own)}/{len(trials[label])}"]
-        rows.append([label, first.cell(results, trials[label]), write(gap, f"+.{first.digits}f"), *cells])
-    header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
-    table = Table(header, rows, title=options.recipe, note=NOTE)
-    print_table(table)
-    command = f"```bash\n{options.command_line()}\n```\n"
-    return write_page(options.results / "ranking.md", f"{markdown([table])}\n{command}")
 
 
 class Column(NamedTuple):
