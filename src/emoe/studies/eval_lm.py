@@ -30,7 +30,7 @@ from emoe.runs.train import load_run, train
 from emoe.studies.stages import run_name, steps_done
 from emoe.types import Likelihood
 
-CHECKS = 8  # validations in the course of training, each of a checkpoint
+CHECKS = 8  # validations during training, each of a checkpoint
 PATIENCE = 3  # validations without a lower loss, after which training ends
 METRIC = "valid_nll"  # in the log: nats per token
 
@@ -69,7 +69,8 @@ class EvalLMRun:
     def validations(self) -> dict[int, float]:
         """Loss of the validation rows by step, in nats per token."""
         log = self.path / "metrics.jsonl"
-        return {one["step"]: one[METRIC] for one in (read_metrics(log) if log.exists() else []) if METRIC in one}
+        records = read_metrics(log) if log.exists() else []
+        return {record["step"]: record[METRIC] for record in records if METRIC in record}
 
     def best(self) -> tuple[int, float] | None:
         """The step with the lowest loss, and that loss."""

@@ -73,18 +73,14 @@ class Study(pipeline.Study):
 
     def stages(self, run: Trained) -> list[Stage]:
         """Samples, bound@1 with the coordination gain, and the routing at the end of training."""
-        config = run.experiment.eval
+        config, bound = run.experiment.eval, stages.likelihood(run, "bound@1", HELD_OUT_ROWS)
         pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
-        return [
-            *stages.times(run),
-            *pools,
-            stages.likelihood(run, "bound@1", HELD_OUT_ROWS),
-            *training.routing(run),
-        ]
+        return [*stages.times(run), *pools, bound, *training.routing(run)]
 
     def references(self, runs: Sequence[Trained]) -> list[Stage]:
         """What the best factorised chain keeps of the ties; at NFE 1 chance."""
-        return [_ideal(run.domain, run.experiment.eval.nfe) for run in {run.domain.name: run for run in runs}.values()]
+        unique = {run.domain.name: run for run in runs}.values()
+        return [_ideal(run.domain, run.experiment.eval.nfe) for run in unique]
 
     def write(self, results: Results) -> None:
         """Tables of these runs; the figure of everything that is recorded."""
@@ -99,10 +95,11 @@ def _ideal(domain: Domain, nfe: Sequence[int]) -> Stage:
     assert isinstance(domain, Ties)
 
     def run() -> list[Row]:
-        values = [(calls, stages.numbers({"ties": domain.ideal(calls)})) for calls in nfe]
-        return [
-            row for calls, items in values for row in stages.reference_rows(domain, items, method="ideal", nfe=calls)
-        ]
+        rows = list[Row]()
+        for calls in nfe:
+            items = stages.numbers({"ties": domain.ideal(calls)})
+            rows += stages.reference_rows(domain, items, method="ideal", nfe=calls)
+        return rows
 
     return Stage(f"ideal chain of {domain.name}", run, stages.recorded(method="ideal", data=domain.name, nfe=nfe))
 

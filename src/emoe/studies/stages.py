@@ -234,14 +234,8 @@ def likelihood(
 ) -> Stage:
     """Estimate a named likelihood of `count` held-out rows, or all; with bound@1 of a latent the coordination gain too.
 
-    Args:
-        trained: The run.
-        name: The likelihood.
-        count: Number of rows.
-        metrics: What is recorded (see `in_metrics`).
-        batch: Rows of a network call; another number gives another estimate.
-        factorised: NLL of the best factorised step, of training rows, rows and the number of symbols.
-        zero_shot: Other data that the rows come from; names of metrics begin with `zero_shot_`.
+    `batch` are the rows of a network call; another number gives another estimate. `factorised` gives the NLL of the
+    best factorised step. With `zero_shot` the rows come from other data, and metrics begin with `zero_shot_`.
     """
     likelihood, seed, source = Likelihood.parse(name), trained.experiment.seed, zero_shot or trained.domain
     count = min(count, source.fresh_rows or count)

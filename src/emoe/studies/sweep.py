@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from emoe.config import ConfigError, hint, to_dict
+from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
 from emoe.evaluation.likelihood import HELD_OUT
 from emoe.experiment import Experiment, customise
@@ -90,12 +89,8 @@ class Study(pipeline.Study):
 
     def write(self, results: Results) -> None:
         """The table of trials, best first."""
-        columns = [
-            Column(metric, n)
-            for metric in self.options.metric
-            for n in (self.options.nfe if metric != GAIN else [None])
-        ]
-        first, *others = columns
+        given = itertools.product(self.options.metric, self.options.nfe)
+        first, *others = dict.fromkeys(Column(metric, None if metric == GAIN else calls) for metric, calls in given)
         base, rows = first.values(results, self.trials["base"]), []
         for label, trial in sorted(self.trials.items(), key=lambda item: first.rank(results, item[1])):
             own = first.values(results, trial)
@@ -115,16 +110,13 @@ class Study(pipeline.Study):
         return int(len(self.failed) == len(self.runs))
 
 
-# --- Trials ----------------------------------------------------------------------------------------------------------
-
-
 def make_trials(options: Options) -> Trials:
     """The base, the grid and the trials picked by hand; equal ones once. Every refused setting is named."""
     tasks = tasks_of(options)
     seeds: list[Settings] = [{}] if options.seeds is None else [{"seed": str(seed)} for seed in options.seeds]
     changes = [{}, *grid([parse_values("vary", text) for text in options.vary]), *map(parse_trial, options.also)]
     recipe, common = get_recipe(options.recipe), normal(options.settings)
-    trials, problems, names, contents = Trials(), list[str](), set[str](), set[str]()
+    trials, problems = Trials(), list[str]()
     for change in changes:
         label = as_text(change) or "base"
         for name, other in itertools.product(change, tasks[0]):
@@ -138,16 +130,18 @@ def make_trials(options: Options) -> Trials:
                 raise
             problems += [f"trial {label}: {line}" for line in error.problems]
             continue
-        content = json.dumps([to_dict(dataclasses.replace(one, name="")) for one in trial], sort_keys=True)
-        if content not in contents and trial[0].name in names:
+        if any(_equal(trial, other) for other in trials.values()):
+            continue
+        if trial[0].name in {other[0].name for other in trials.values()}:
             problems.append(f"trial {label}: changes nothing that is trained; leave it out")
-        elif content not in contents:
-            trials[label] = trial
-        contents.add(content)
-        names.add(trial[0].name)
+        trials[label] = trial
     if problems:
         raise ConfigError(problems[:20])
     return trials
+
+
+def _equal(trial: Sequence[Experiment], other: Sequence[Experiment]) -> bool:
+    return all(one == dataclasses.replace(two, name=one.name) for one, two in zip(trial, other, strict=True))
 
 
 def tasks_of(options: Options) -> list[Settings]:
@@ -198,9 +192,6 @@ def layered(*layers: Mapping[str, str]) -> Settings:
         kept = {name: text for name, text in merged.items() if not any(name.startswith(f"{new}.") for new in layer)}
         merged = kept | dict(layer)
     return merged
-
-
-# --- Measures --------------------------------------------------------------------------------------------------------
 
 
 def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> None:
