@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from emoe.config import ConfigError
+from emoe.config import Config, ConfigError
 from emoe.experiment import Experiment, customise
 from emoe.recipes import all_recipes, get_recipe
 
@@ -37,7 +37,7 @@ def seeds_flag(*seeds: int) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Config):
     """Options that all studies have."""
 
     reserved: ClassVar[Mapping[str, str]] = {}  # fields of recipes that the study sets -> the option for them
@@ -54,25 +54,18 @@ class Options:
     quiet: bool = flag(False, "no progress", recorded=False)
     settings: Mapping[str, str] = field(default_factory=dict, metadata={"help": "fields of recipes", "recorded": False})
 
-    def __post_init__(self) -> None:
-        problems = [problem for option in dataclasses.fields(self) for problem in self._problems(option)]
-        reserved = {name: self.reserved.get(name.replace("_", "-")) for name in self.settings}
-        problems += [f"{name}: the study sets it; use --{option}" for name, option in reserved.items() if option]
-        if problems:
-            raise ConfigError(problems)
-
-    def _problems(self, option: dataclasses.Field[Any]) -> Iterator[str]:
-        value, limits, name = getattr(self, option.name), option.metadata, option.name.replace("_", "-")
-        low, high, allowed = (limits.get(key) for key in ("low", "high", "allowed"))
-        if value == () != option.default:
-            yield f"{name}: give at least one"
-        for item in [] if value is None else value if isinstance(value, tuple) else [value]:
-            if allowed and item not in allowed:
-                yield f"{name}: {item!r} is not known; allowed: {', '.join(allowed)}"
-            elif low is not None and not item >= low:
-                yield f"{name}: must be >= {low}, got {item}"
-            elif high is not None and not item <= high:
-                yield f"{name}: must be <= {high}, got {item}"
+    def conflicts(self) -> Iterator[str]:
+        """Empty options, values that are not allowed, and settings that the study itself sets."""
+        for option in dataclasses.fields(self):
+            value, allowed = getattr(self, option.name), option.metadata.get("allowed")
+            if value == () != option.default:
+                yield f"{option.name}: give at least one"
+            for item in value if isinstance(value, tuple) else [value]:
+                if allowed and item is not None and item not in allowed:
+                    yield f"{option.name}: {item!r} is not known; allowed: {', '.join(allowed)}"
+        for name in self.settings:
+            if option_name := self.reserved.get(name.replace("_", "-")):
+                yield f"{name}: the study sets it; use --{option_name}"
 
     @property
     def stem(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,11 +183,11 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
     made_of = digest(samples[:n], real[:n])
 
     def run() -> list[Row]:
-        value = mauve(torch.from_numpy(samples[:n].astype(np.float64)), torch.from_numpy(real[:n].astype(np.float64)))
-        values = {"mauve": value.mean} | ({} if value.spread is None else {"mauve_spread": value.spread})
+        values = mauve(torch.from_numpy(samples[:n].astype(np.float64)), torch.from_numpy(real[:n].astype(np.float64)))
         manifest.setdefault("mauve", {})[str(key)] = made_of
         archive.save()
-        items = stages.numbers({name: 100 * value for name, value in values.items()}, n)
+        spread = {"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}
+        items = stages.numbers(spread, n)
         return [manifest_row(manifest, item, nfe=key.nfe, convention=key.variant) for item in items]
 
     same = {name: manifest[name] for name in ("data", "recipe", "seed")} | {"metric": "mauve"}
