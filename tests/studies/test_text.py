@@ -251,9 +251,9 @@ def test_the_lm_stops_early_keeps_its_best_step_and_resumes(sets: Path, tmp_path
     assert list(run.validations().items()) == [(step, losses[step]) for step in (4, 8, 12, 16, 20)]
     assert run.finished and steps_done(run.best_path) == 8 and steps_done(run.path) == 20
     assert len(list(run.best_path.glob("checkpoints/*"))) == 1
-    shutil.rmtree(run.best_path)  # a best step that is lost is not made up
+    shutil.rmtree(run.best_path)  # a lost best step is not replaced
     assert not run.finished
-    with pytest.raises(DataError, match="is not whole; remove it and"):
+    with pytest.raises(DataError, match="is incomplete; remove it and"):
         run.train(lm_text(sets), stop, None, quiet=True)
 
 

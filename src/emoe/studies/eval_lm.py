@@ -78,7 +78,7 @@ class EvalLMRun:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to train, and the best step is whole."""
+        """Whether nothing is left to train, and the best step is saved."""
         best, steps = self.best(), list(self.validations())
         if best is None or steps_done(self.best_path) != best[0]:
             return False
@@ -111,7 +111,7 @@ class KeepBest(EarlyStopping):
             self.on_checkpoint(info.start, newest)
         if self.best_step and steps_done(self.run.best_path) != self.best_step:
             best, path = self.run.best_path, self.run.path
-            raise DataError(f"{best}: is not whole; remove it and {path} to train the evaluation LM again")
+            raise DataError(f"{best}: is incomplete; remove it and {path} to train the evaluation LM again")
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Measure a checkpoint, unless that was done, and keep it if it is the best."""

@@ -31,7 +31,7 @@ class Study(pipeline.Study):
     """Train methods on five densities and compare the exact laws of their samplers between runs of the same seed."""
 
     options: Options
-    measures_late = True
+    measures_past_deadline = True
 
     def experiments(self) -> dict[Experiment, str]:
         """Seed by seed: if time runs out, pairs are complete for the first seeds."""

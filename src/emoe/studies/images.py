@@ -28,8 +28,8 @@ from emoe.reporting.results import Results, Row, method_rank
 from emoe.reporting.table import models
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
-from emoe.studies.figures import mean_curve
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
+from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.stages import Stage, Trained
 
@@ -81,7 +81,7 @@ class Study(pipeline.Study):
         return domain
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Sizes, likelihoods and samples; the cheapest first, so that a budget buys many."""
+        """Sizes, likelihoods and samples; the cheapest first, so that a short budget gives most of them."""
         config, options = run.experiment.eval, self.options
         batch = max(1, min(config.batch, TOKENS // run.domain.space.length))
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))

@@ -92,12 +92,10 @@ def _panel(results: Results, method: str) -> Panel:
     """Bounds and exact NLL against T, with the objective and the data's own law as levels."""
     rows = results.select(method=method)
     named = {row.convention: row.value for row in rows}
-    curves = {
-        label: Curve(
-            [(steps, named[name.format(steps)]) for steps in STEPS if name.format(steps) in named], style=style
-        )
-        for (label, name), style in zip(BOUNDS.items(), ("-", "--"), strict=True)
-    }
+    curves = {}
+    for (label, form), style in zip(BOUNDS.items(), ("-", "--"), strict=True):
+        points = [(steps, named[name]) for steps in STEPS if (name := form.format(steps)) in named]
+        curves[label] = Curve(points, style=style)
     exact = sorted((row.nfe, row.value) for row in rows if row.convention == "exact" and row.nfe is not None)
     curves["exact NLL of the T-step sampler"] = Curve(exact, colour="black")
     levels = {"objective": named["objective"]} if "objective" in named else {}

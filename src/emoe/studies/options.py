@@ -79,7 +79,7 @@ class Options(Config):
 
     @property
     def command(self) -> str:
-        """The words of the command."""
+        """The command as it is typed, without options."""
         return f"emoe {self.study}" if self.study in ("demo", "sweep") else f"emoe reproduce {self.study}"
 
     def command_line(self) -> str:

@@ -25,11 +25,11 @@ from emoe.engine.signals import StopSignal
 from emoe.evaluation.measure import described
 from emoe.experiment import Experiment
 from emoe.figures.base import save
-from emoe.figures.curves import Panel, draw
+from emoe.figures.curves import Curve, Panel, draw
 from emoe.files import replace_file
 from emoe.reporting.provenance import describe_machine
 from emoe.reporting.render import print_table
-from emoe.reporting.results import Results, RunInfo, record
+from emoe.reporting.results import Results, Row, RunInfo, mean_over_seeds, record
 from emoe.reporting.table import Table
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
@@ -53,7 +53,7 @@ class Study:
     """
 
     gpu_jobs = 6  # runs at once on a GPU, unless the options say otherwise
-    measures_late = False  # whether trained runs are measured even after the budget is used up
+    measures_past_deadline = False  # whether trained runs are measured after the budget is used up
 
     def __init__(self, options: Options):
         self.options, self.device = options, pick_device(options.device)
@@ -189,7 +189,7 @@ class Study:
         return 1 if self.failed else 0
 
     def known(self) -> Results:
-        """What is recorded."""
+        """Rows that are recorded."""
         return Results.load(self.results) if self.results.exists() else Results()
 
     def domain(self, experiment: Experiment) -> Domain:
@@ -206,7 +206,7 @@ class Study:
             print(text, file=sys.stderr, flush=True)
 
     @property
-    def is_late(self) -> bool:
+    def past_deadline(self) -> bool:
         """Whether the budget is used up."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
@@ -242,12 +242,12 @@ class Study:
     def _attempt(self, label: str, task: Task, tick: Tick) -> None:
         stream = self._local.stream
         if self.stop.requested is None:
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream), self._tolerating(label):
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream), self._catching(label):
                 task(tick)
 
     @contextlib.contextmanager
-    def _tolerating(self, label: str) -> Iterator[None]:
-        """Note an error; the others go on."""
+    def _catching(self, label: str) -> Iterator[None]:
+        """Record an error of one task; the others go on."""
         try:
             yield
         except Exception as error:
@@ -255,7 +255,7 @@ class Study:
 
     def _train(self, run: Trained, tick: Tick) -> None:
         """Train a run to the end or the deadline, and note in its folder how long it took."""
-        if not self.is_late:
+        if not self.past_deadline:
             start = steps_done(run.path)
             callbacks: list[Callback] = [RunProgress(run.label, start, tick, self.note)]
             callbacks += [] if self.deadline is None else [Deadline(self.deadline)]
@@ -279,7 +279,7 @@ class Study:
         """Run a stage, if there is time left, and record its rows; count rows that enter the network meanwhile."""
         if self.stop.requested is not None:
             return
-        if self.is_late and not self.measures_late:
+        if self.past_deadline and not self.measures_past_deadline:
             with self._lock:
                 self.unmeasured += 1
             return
@@ -291,7 +291,7 @@ class Study:
             counted += size
             tick(size, label)
 
-        with self._tolerating(label), contextlib.ExitStack() as stack:
+        with self._catching(label), contextlib.ExitStack() as stack:
             methods = None if run is None else described(run.run.method, run.experiment)
             if run is not None:
                 stack.callback(run.run.method.backbone.register_forward_hook(count).remove)
@@ -321,3 +321,14 @@ class RunProgress(Callback):
         self.text = f"{self.label}: loss {record['loss']:.4f}"
         if "warning" in record:
             self.note(f"{self.label}: step {record['step']}: {record['warning']}")
+
+
+def mean_curve(rows: Iterable[Row], x: Callable[[Row], float | None], *, colour: str = "", style: str = "-") -> Curve:
+    """Means over seeds of rows of one metric against x, with their standard errors; rows without x are left out."""
+    groups: dict[float, list[Row]] = {}
+    for row in rows:
+        if (value := x(row)) is not None:
+            groups.setdefault(value, []).append(row)
+    means = {value: mean for value in sorted(groups) if (mean := mean_over_seeds(groups[value], measured=True))}
+    points = [(value, mean.mean) for value, mean in means.items()]
+    return Curve(points, [mean.stderr for mean in means.values()], colour=colour or None, style=style)

@@ -1,6 +1,6 @@
 """Arrays of a run in one compressed .npz file with a manifest: pools of samples, and features of them.
 
-The files are small, so that a stage can run on a machine that gets nothing else: tokens of 16 bits.
+Tokens have 16 bits, so that the files are small: a machine needs nothing else to score them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Archive:
 
 
 def digest(*arrays: Array) -> str:
-    """A checksum of arrays, which tells whether results belong to them."""
+    """A checksum of arrays, to detect results of other arrays."""
     sha256 = hashlib.sha256()
     for array in arrays:
         sha256.update(f"{array.dtype} {array.shape}\n".encode())

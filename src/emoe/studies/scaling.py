@@ -16,8 +16,8 @@ from emoe.recipes import get_recipe
 from emoe.reporting import ties
 from emoe.reporting.results import Results, Row
 from emoe.studies import options, pipeline, stages, training
-from emoe.studies.figures import mean_curve
 from emoe.studies.options import flag, hidden, seeds_flag
+from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
 
@@ -44,7 +44,7 @@ class Study(pipeline.Study):
     """Train variants on tied symbols; measure ties kept in one call, coverage of samples, and the latent."""
 
     options: Options
-    measures_late = True
+    measures_past_deadline = True
 
     def experiments(self) -> dict[Experiment, str]:
         """First the default variants, the longest rows at the beginning.

@@ -39,7 +39,7 @@ class Sets:
         return (self.folder if config.path == self.config.path else self.lm_folder) or Path(config.path)
 
     def open(self, config: Any) -> Text:
-        """A set, which has the name of its path wherever it is."""
+        """A set; its name is that of the config's path, wherever its folder is."""
         if config not in self._built:
             self._built[config] = Text(config, self.path(config))
         return self._built[config]
@@ -53,7 +53,7 @@ class Sets:
             return None
 
     @functools.cached_property
-    def elsewhere(self) -> Text | None:
+    def zero_shot_text(self) -> Text | None:
         """The text of --zero-shot, which must have the tokens of the models."""
         if self.zero_shot is None:
             return None
@@ -63,7 +63,7 @@ class Sets:
             raise DataError(f"zero-shot: {problem}; prepare it with the same")
         return text
 
-    def holding(self, manifest: Mapping[str, Any]) -> Text:
+    def matching(self, manifest: Mapping[str, Any]) -> Text:
         """A set with the tokens and held-out rows of a pool: that of the models, or of the evaluation LM."""
         for config in (self.config, self.lm_config):
             try:

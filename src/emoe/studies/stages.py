@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def domain(self) -> Domain:
-        """Its data."""
+        """The data of the run."""
         return self.study.domain(self.experiment)
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class Trained:
 
     @functools.cached_property
     def pools(self) -> Archive:
-        """Its samples."""
+        """The samples of the run."""
         archive, config = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.experiment
         archive.manifest |= {"recipe": config.name, "method": config.method_name, "seed": config.seed}
         archive.manifest["data"] = self.domain.name
@@ -107,7 +107,7 @@ class Trained:
         return recorded(n=n, nfe=nfe, recipe=self.experiment.name, seed=self.experiment.seed, **where)
 
     def stage(self, name: str, metric: str, measure: Callable[[], Iterable[Measurement]], *, n: int = 0) -> Stage:
-        """A stage without NFE and convention, which is done when `metric` is recorded."""
+        """A stage of numbers without NFE and convention, done when `metric` is recorded."""
         return Stage(name, lambda: [self.row(item) for item in measure()], self.recorded(metric=metric, n=n))
 
 
@@ -121,7 +121,7 @@ def reference_rows(
     nfe: int | None = None,
     convention: str | None = None,
 ) -> list[Row]:
-    """Measurements of what is no trained run, such as real data."""
+    """Measurements of a reference, such as real data, as rows of results."""
     same = {"task": domain.task, "data": domain.name, "method": method, "recipe": recipe, "seed": seed}
     return [Row(nfe=nfe, convention=convention, **same, **vars(item)) for item in items]  # type: ignore[arg-type]
 
@@ -179,8 +179,8 @@ def pool(
 ) -> Stage:
     """Draw a pool of samples and measure it.
 
-    The first `keep` samples are kept, with the text that `write` makes of very few. `settings` are fields that are
-    changed for these samples, of which `key` has the name; the sampler is the experiment's by default.
+    The first `keep` samples are saved, and `SHOWN` of them as text by `write`. `settings` are fields changed for this
+    pool, named by the variant of `key`; the sampler is the experiment's by default.
     """
     experiment, archive, keep = trained.experiment, trained.pools, min(keep, samples)
     sampler, pools = sampler or experiment.eval.sampler, archive.manifest.setdefault("pools", {})

@@ -58,7 +58,7 @@ class Study(pipeline.Study):
     """Train a recipe under many settings and compare each with the recipe itself."""
 
     options: Options
-    measures_late = True
+    measures_past_deadline = True
 
     def __init__(self, options: Options):
         if not re.fullmatch(r"\w[\w.-]*", options.name):

@@ -35,8 +35,8 @@ from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_table
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
-from emoe.studies.figures import mean_curve
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
+from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import samples_page
 from emoe.studies.scores import Scoring, mauve_stages
@@ -135,9 +135,9 @@ class Study(pipeline.Study):
         likelihood = functools.partial(stages.likelihood, run, count=options.rows, metrics=("nll_token", "ppl"))
         work = [*stages.times(run), stages.sizes(run), training.passes(run), training.curves(run)]
         work += [likelihood(name=name, factorised=best_factorised) for name in names]
-        if self.sets.elsewhere is not None:
+        if self.sets.zero_shot_text is not None:
             bounds = [name for name in names if not name.startswith(("objective", "iw"))]
-            work += [likelihood(name=name, zero_shot=self.sets.elsewhere) for name in bounds]
+            work += [likelihood(name=name, zero_shot=self.sets.zero_shot_text) for name in bounds]
         steps = run.experiment.method.allowed_nfe(options.nfe or config.nfe, text.space.length)
         keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
         if _has_fields(run.experiment, GREEDY.settings):
@@ -159,7 +159,7 @@ class Study(pipeline.Study):
     def train_eval_lm(self) -> None:
         """Train the evaluation LM, or go on with it."""
         run = self.lm_run
-        if not run.finished and not self.is_late:
+        if not run.finished and not self.past_deadline:
             run.train(self.sets.open(self.sets.lm_config), self.stop, self.deadline, quiet=self.options.quiet)
         if run.finished and (best := run.best()):
             self.note(f"evaluation LM: best at step {best[0]}, {best[1]:.4f} nats per token of its validation rows")
@@ -179,7 +179,7 @@ class Study(pipeline.Study):
             return []
         groups: dict[str, tuple[Text, list[Archive]]] = {}
         for pool in pools:
-            text = self.sets.holding(pool.manifest)
+            text = self.sets.matching(pool.manifest)
             groups.setdefault(text.name, (text, []))[1].append(pool)
         page, rows = self.options.results / f"{self.options.stem}-judge.json", self.options.rows
         return [
