@@ -88,7 +88,6 @@ def test_ends_and_filling():
         [0, 0, 0, 0, 0],
     ]
     assert counted_tokens(ids, lengths, C, SETTINGS["paper"]).sum(1).tolist() == lengths.tolist()
-    # Without an end: all tokens but the first.
     assert counted_tokens(ids, lengths, None, SETTINGS["duo"]).sum(1).tolist() == [4, 1, 2, 3, 1, 0]
 
 
@@ -162,8 +161,6 @@ def test_a_run_folder(text, tmp_path):
     manifest = lm.describe()
     assert lm.sha256 == again.sha256 and (lm.dtype, lm.context) == ("float32", 8)
     assert [manifest[name] for name in ("kind", "name", "step", "trained_on")] == ["run", "ar", 2, "set"]
-    # Hardly trained: about the uniform distribution over all words but the mask.
-    assert score(lm, text, text.fresh(20, 0)).perplexity().value == pytest.approx(text.space.size - 1, rel=0.1)
     with torch.no_grad():
         again.backbone.head.bias += 1e-3
     assert RunLM(again.run).sha256 != lm.sha256

@@ -64,6 +64,7 @@ class Study(ToyStudy):
         pictures = {folder / "figure.png": SAMPLES} | ({folder / "digits.png": DIGITS} if names else {})
         paths = [run.path for run in trained]
         html.write_page(folder / "report.html", "E-MoE demo: 8-modes", results, pictures=pictures, runs=paths)
+        self.written += [folder / "report.html", *pictures]
         print_metrics(results, "toy", METRICS)
         print(f"report:  {folder / 'report.html'}\nfigure:  {folder / 'figure.png'}")
         if names:

@@ -86,7 +86,7 @@ class EvalLMRun:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can score: its best step is here, and training has ended or happened on another machine."""
+        """Whether it can score: the best step is saved, and training has ended or ran on another machine."""
         return steps_done(self.best_path) > 0 and (self.finished or not self.path.exists())
 
     def train(self, text: Text, stop: StopSignal, deadline: float | None, *, quiet: bool) -> None:

@@ -24,7 +24,7 @@ from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
 from emoe.reporting.cells import measure
 from emoe.reporting.images import bpd_tables, data_of, image_page, nfe_tables, real_data
 from emoe.reporting.recipes import parse, reference_name
-from emoe.reporting.results import Results, Row, method_rank
+from emoe.reporting.results import Results, method_rank
 from emoe.reporting.table import models
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
@@ -32,6 +32,7 @@ from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.stages import Stage, Trained
+from emoe.types import Measurement
 
 METHODS = ("mdlm", "vadd", "emoe")
 OURS = {"mnist": "emoe-floor", "digits": "emoe-vimco"}
@@ -73,7 +74,7 @@ class Study(pipeline.Study):
         return recipe_experiments(given.study, methods, given.seeds, given.settings)
 
     def build_domain(self, experiment: Experiment) -> Images:
-        """The images; their folder is no field of the experiment, so that a run is the same wherever they are."""
+        """Build the images; their folder is an option and no field, so a run does not depend on where they are."""
         root = {} if self.options.data_root is None else {"root": str(self.options.data_root)}
         domain = dataclasses.replace(experiment.domain, **root).build(experiment.seed)
         if not isinstance(domain, Images):
@@ -128,15 +129,13 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
     assert isinstance(images, Images)
     count = min(count, len(images.rows))
 
-    def run() -> list[Row]:
+    def measure() -> list[Measurement]:
         order = torch.randperm(len(images.rows), generator=torch.Generator().manual_seed(derive_seed("real images")))
         compared = {item.metric: item for item in images.measure(images.rows[order[:count]].long())}
         items = images.measure(images.test_rows.long())
-        items = [compared[item.metric] if item.metric in COMPARING else item for item in items]
-        return stages.reference_rows(images, items, recipe=name)
+        return [compared[item.metric] if item.metric in COMPARING else item for item in items]
 
-    done = stages.recorded(n=count, method="data", recipe=name, data=images.name, metric="pixel_tv")
-    return Stage(f"real images of {images.name}", run, done)
+    return stages.reference("real images", images, measure, "pixel_tv", recipe=name, n=count)
 
 
 def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.evaluation.likelihood import held_out_rows
 from emoe.exact.laws import exact_laws, exact_nll
@@ -52,7 +53,7 @@ class Study(pipeline.Study):
 
     def references(self, runs: Sequence[Trained]) -> list[Stage]:
         """The NLL of the rows under the law of the data."""
-        return [_truth(run) for run in runs[:1]]
+        return [_truth(run.domain, run.experiment) for run in runs[:1]]
 
     def write(self, results: Results) -> None:
         """The table, and bounds and exact NLL against T, a panel for each method."""
@@ -73,19 +74,17 @@ def _exact(trained: Trained) -> Stage:
             items[steps] = Measurement("nll", exact_nll(laws.mean(0), rows).mean().item(), error, len(rows))
         return [trained.row(item, nfe=steps, convention="exact") for steps, item in items.items()]
 
-    return Stage("exact NLL", run, trained.recorded(nfe=STEPS, convention="exact"))
+    return Stage("exact NLL", run, trained.recorded(each_nfe=STEPS, convention="exact"))
 
 
-def _truth(trained: Trained) -> Stage:
-    toy, seed, recipe = trained.domain, trained.experiment.seed, trained.experiment.name
+def _truth(toy: Domain, experiment: Experiment) -> Stage:
     assert isinstance(toy, Toy)
+    law, recipe, seed = toy.cell_probabilities(), experiment.name, experiment.seed
 
-    def run() -> list[Row]:
-        nll = exact_nll(toy.cell_probabilities(), held_out_rows(toy, ROWS, seed)).mean().item()
-        items = stages.numbers({"nll": nll}, ROWS)
-        return stages.reference_rows(toy, items, recipe=recipe, seed=seed, convention="exact")
+    def measure() -> list[Measurement]:
+        return stages.numbers({"nll": exact_nll(law, held_out_rows(toy, ROWS, seed)).mean().item()}, ROWS)
 
-    return Stage("the data", run, stages.recorded(method="data", task="toy"))
+    return stages.reference("the law", toy, measure, "nll", recipe=recipe, seed=seed, convention="exact")
 
 
 def _panel(results: Results, method: str) -> Panel:

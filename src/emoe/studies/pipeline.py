@@ -212,7 +212,7 @@ class Study:
 
     @contextlib.contextmanager
     def _meter(self, label: str, total: int) -> Iterator[Tick]:
-        """Progress that threads share."""
+        """A progress bar with a lock, for several threads."""
         with meter(total, label, quiet=self.options.quiet) as tick:
 
             def locked(size: int, text: str) -> None:
@@ -222,7 +222,7 @@ class Study:
             yield locked
 
     def _parallel(self, label: str, total: int, tasks: Sequence[tuple[str, Task]]) -> None:
-        """Run labelled tasks, as many at once as there are jobs."""
+        """Run labelled tasks in `jobs` threads."""
         if not tasks:
             return
         with self._meter(label, total) as tick, ThreadPoolExecutor(self.jobs, initializer=self._start_thread) as pool:
@@ -247,7 +247,7 @@ class Study:
 
     @contextlib.contextmanager
     def _catching(self, label: str) -> Iterator[None]:
-        """Record an error of one task; the others go on."""
+        """Record the error of a task; the other tasks continue."""
         try:
             yield
         except Exception as error:

@@ -74,7 +74,7 @@ class Archive:
         replace_file(self.path, buffer.getvalue())
 
     def keys(self) -> list[PoolKey]:
-        """The pools in it, those of fewest calls first."""
+        """Its pools, by variant and NFE."""
         return sorted(map(PoolKey.parse, self.arrays), key=lambda key: (key.variant or "", key.nfe))
 
     def rows(self, key: PoolKey) -> int:
@@ -87,7 +87,7 @@ class Archive:
 
 
 def digest(*arrays: Array) -> str:
-    """A checksum of arrays, to detect results of other arrays."""
+    """A checksum of arrays; results with another checksum are out of date."""
     sha256 = hashlib.sha256()
     for array in arrays:
         sha256.update(f"{array.dtype} {array.shape}\n".encode())

@@ -14,12 +14,13 @@ from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Panel
 from emoe.recipes import get_recipe
 from emoe.reporting import ties
-from emoe.reporting.results import Results, Row
+from emoe.reporting.results import Results
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.options import flag, hidden, seeds_flag
 from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
+from emoe.types import Measurement
 
 FAMILIES = get_args(TieFamily)
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
@@ -80,7 +81,7 @@ class Study(pipeline.Study):
     def references(self, runs: Sequence[Trained]) -> list[Stage]:
         """What the best factorised chain keeps of the ties; at NFE 1 chance."""
         unique = {run.domain.name: run for run in runs}.values()
-        return [_ideal(run.domain, run.experiment.eval.nfe) for run in unique]
+        return [_ideal(run.domain, nfe) for run in unique for nfe in run.experiment.eval.nfe]
 
     def write(self, results: Results) -> None:
         """Tables of these runs; the figure of everything that is recorded."""
@@ -91,17 +92,14 @@ class Study(pipeline.Study):
         self.panels("scaling.png", [[_panel(kept, family) for family in families]], width=2.9)
 
 
-def _ideal(domain: Domain, nfe: Sequence[int]) -> Stage:
+def _ideal(domain: Domain, nfe: int) -> Stage:
     assert isinstance(domain, Ties)
+    share = domain.ideal
 
-    def run() -> list[Row]:
-        rows = list[Row]()
-        for calls in nfe:
-            items = stages.numbers({"ties": domain.ideal(calls)})
-            rows += stages.reference_rows(domain, items, method="ideal", nfe=calls)
-        return rows
+    def measure() -> list[Measurement]:
+        return stages.numbers({"ties": share(nfe)})
 
-    return Stage(f"ideal chain of {domain.name}", run, stages.recorded(method="ideal", data=domain.name, nfe=nfe))
+    return stages.reference(f"ideal chain, NFE {nfe},", domain, measure, "ties", method="ideal", nfe=nfe)
 
 
 def _panel(results: Results, family: str) -> Panel:

@@ -125,11 +125,12 @@ class Scoring:
             values: dict[str, float] = {"judge_step": self.lm.run.step, "pca_dimensions": directions.shape[1]}
             values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
             items = [*stages.numbers(values), *stages.numbers({"pca_share": 100 * share}, len(rows))]
-            real = {setting: [score(self.lm, text, rows, setting).perplexity()] for setting in SETTINGS}
+            data = {"data": text.name, "method": "data", "recipe": "reference", "seed": None}
+            real = {setting: score(self.lm, text, rows, setting).perplexity() for setting in SETTINGS}
             return [
                 *(manifest_row(own, item, convention="exact") for item in named),
                 *(manifest_row(own, item) for item in items),
-                *(row for name in real for row in stages.reference_rows(text, real[name], convention=name)),
+                *(manifest_row(data, item, convention=setting) for setting, item in real.items()),
             ]
 
         likelihood = stages.recorded(n=self.rows, method="judge", metric="ppl", data=text.name, recipe=experiment.name)
@@ -158,7 +159,7 @@ class Scoring:
             return [manifest_row(own, item, nfe=key.nfe, convention=name) for name, item in items.items()]
 
         same = {name: own[name] for name in ("data", "recipe", "seed")} | {"metric": "gen_ppl"}
-        checks = [stages.recorded(convention=name, nfe=[key.nfe], **same) for name in names]
+        checks = [stages.recorded(convention=name, nfe=key.nfe, **same) for name in names]
 
         def done(results: Results) -> bool:
             scored = Archive.open(path).manifest.get("scored", {}).get(str(key)) == made_of
@@ -191,7 +192,7 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
         return [manifest_row(manifest, item, nfe=key.nfe, convention=key.variant) for item in items]
 
     same = {name: manifest[name] for name in ("data", "recipe", "seed")} | {"metric": "mauve"}
-    known = stages.recorded(nfe=[key.nfe], convention=key.variant, **same)
+    known = stages.recorded(nfe=key.nfe, convention=key.variant, **same)
 
     def done(results: Results) -> bool:
         return known(results) and manifest.get("mauve", {}).get(str(key)) == made_of

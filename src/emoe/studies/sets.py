@@ -25,7 +25,7 @@ def describe_text(text: Text) -> dict[str, Any]:
 
 @dataclass
 class Sets:
-    """Text of the models, of the evaluation LM, and from elsewhere; a folder replaces the path of a config."""
+    """Text of the models, of the evaluation LM and of --zero-shot; a folder replaces the path of a config."""
 
     config: Any
     lm_config: Any
@@ -39,7 +39,7 @@ class Sets:
         return (self.folder if config.path == self.config.path else self.lm_folder) or Path(config.path)
 
     def open(self, config: Any) -> Text:
-        """A set; its name is that of the config's path, wherever its folder is."""
+        """A set, named after the path of its config even if it is in another folder."""
         if config not in self._built:
             self._built[config] = Text(config, self.path(config))
         return self._built[config]
@@ -54,7 +54,7 @@ class Sets:
 
     @functools.cached_property
     def zero_shot_text(self) -> Text | None:
-        """The text of --zero-shot, which must have the tokens of the models."""
+        """The text of --zero-shot, which must have the tokenizer of the models."""
         if self.zero_shot is None:
             return None
         text, own = TextConfig(path=str(self.zero_shot)).build(0), self.open(self.config)

@@ -47,9 +47,9 @@ class Stage(NamedTuple):
     rows: int = 1  # through the network, for the progress
 
 
-def recorded(*, n: int = 0, nfe: Sequence[int | None] | None = None, **where: Any) -> Check:
-    """A check that results hold a number, and at each of `nfe` one, from at least `n` samples or rows."""
-    parts = [where] if nfe is None else [{**where, "nfe": calls} for calls in nfe]
+def recorded(*, n: int = 0, each_nfe: Sequence[int] = (), **where: Any) -> Check:
+    """A check that results hold a number, or one at each of several NFE, from at least `n` samples or rows."""
+    parts = [{**where, "nfe": nfe} for nfe in each_nfe] or [where]
     return lambda results: all(any((row.n or 0) >= n for row in results.select(**part)) for part in parts)
 
 
@@ -102,28 +102,29 @@ class Trained:
         """A measurement as a row of results."""
         return row(item, self.domain, self.experiment, nfe=nfe, convention=convention)
 
-    def recorded(self, *, n: int = 0, nfe: Sequence[int | None] | None = None, **where: Any) -> Check:
+    def recorded(self, **where: Any) -> Check:
         """`recorded` of this run."""
-        return recorded(n=n, nfe=nfe, recipe=self.experiment.name, seed=self.experiment.seed, **where)
+        return recorded(recipe=self.experiment.name, seed=self.experiment.seed, **where)
 
     def stage(self, name: str, metric: str, measure: Callable[[], Iterable[Measurement]], *, n: int = 0) -> Stage:
         """A stage of numbers without NFE and convention, done when `metric` is recorded."""
         return Stage(name, lambda: [self.row(item) for item in measure()], self.recorded(metric=metric, n=n))
 
 
-def reference_rows(
-    domain: Domain,
-    items: Iterable[Measurement],
-    *,
-    method: str = "data",
-    recipe: str = "reference",
-    seed: int | None = None,
-    nfe: int | None = None,
-    convention: str | None = None,
-) -> list[Row]:
-    """Measurements of a reference, such as real data, as rows of results."""
-    same = {"task": domain.task, "data": domain.name, "method": method, "recipe": recipe, "seed": seed}
-    return [Row(nfe=nfe, convention=convention, **same, **vars(item)) for item in items]  # type: ignore[arg-type]
+def reference(
+    name: str, domain: Domain, measure: Callable[[], Iterable[Measurement]], metric: str, *, n: int = 0, **fields: Any
+) -> Stage:
+    """Measure a reference, such as real data; done when `metric` is recorded from at least `n` samples or rows.
+
+    `fields` of its rows differ from: method data, recipe reference, and no seed, NFE and convention.
+    """
+    none = dict.fromkeys(("seed", "nfe", "convention"))
+    same: dict[str, Any] = {"data": domain.name, "method": "data", "recipe": "reference", **none, **fields}
+
+    def run() -> list[Row]:
+        return [Row(task=domain.task, **same, **vars(item)) for item in measure()]
+
+    return Stage(f"{name} of {domain.name}", run, recorded(metric=metric, n=n, **same))
 
 
 def numbers(values: Mapping[str, float], n: int | None = None) -> list[Measurement]:
@@ -147,7 +148,7 @@ def run_name(experiment: Experiment) -> str:
 
 
 def times(trained: Trained) -> list[Stage]:
-    """Seconds of training and milliseconds of a step, logging and saving included; none where no time was noted."""
+    """Seconds of training and milliseconds of a step, logging and saving included; no stage without recorded times."""
     file = trained.path / TIMES
     parts = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     steps, seconds = sum(part["to"] - part["from"] for part in parts), math.fsum(part["seconds"] for part in parts)
@@ -203,7 +204,7 @@ def pool(
 
     def done(results: Results) -> bool:
         kept = pools.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
-        return kept and trained.recorded(nfe=[key.nfe], convention=key.variant)(results)
+        return kept and trained.recorded(nfe=key.nfe, convention=key.variant)(results)
 
     return Stage(f"NFE {key.nfe}" + f", {key.variant}" * bool(key.variant), run, done, samples * key.nfe)
 
@@ -257,5 +258,5 @@ def likelihood(
 def exact(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
     """Measures of the exact laws of a toy's samplers; by default at the NFE of the experiment."""
     nfe = nfe or trained.experiment.eval.nfe
-    done = trained.recorded(metric="kl", nfe=nfe, convention="exact")
+    done = trained.recorded(metric="kl", each_nfe=nfe, convention="exact")
     return Stage("exact laws", lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe), done)

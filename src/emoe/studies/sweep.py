@@ -78,7 +78,7 @@ class Study(pipeline.Study):
         }
 
     def stages(self, run: Trained) -> list[Stage]:
-        """The exact law of a toy, samples elsewhere, bound@1 for the gain."""
+        """The exact law of a toy, samples of other data, bound@1 for the coordination gain."""
         metrics, nfe, work = self.options.metric, self.options.nfe, stages.times(run)
         if isinstance(run.domain, Toy):
             work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
@@ -105,13 +105,13 @@ class Study(pipeline.Study):
         self.page("ranking.md", f"{markdown([table])}\n{command}")
 
     def close(self) -> int:
-        """A trial that fails is a result, too: an error only if all of them fail."""
+        """A failed trial is a result; the exit code is 1 only if all of them fail."""
         super().close()
         return int(len(self.failed) == len(self.runs))
 
 
 def make_trials(options: Options) -> Trials:
-    """The base, the grid and the trials picked by hand; equal ones once. Every refused setting is named."""
+    """The base, the grid and single trials; equal ones once. The error names every setting that is refused."""
     tasks = tasks_of(options)
     seeds: list[Settings] = [{}] if options.seeds is None else [{"seed": str(seed)} for seed in options.seeds]
     changes = [{}, *grid([parse_values("vary", text) for text in options.vary]), *map(parse_trial, options.also)]
@@ -229,7 +229,7 @@ class Column(NamedTuple):
         return write(mean_of(self.values(results, trial).values()), f".{self.digits}f")
 
     def rank(self, results: Results, trial: Sequence[Experiment]) -> tuple[bool, float]:
-        """Sorts trials: those that lack a run last, the others by their mean where a direction is better."""
+        """Sort key: trials that lack a run last, the others by their mean if higher or lower is better."""
         values = self.values(results, trial)
         better = "low" if self.metric == "nll" else measure(self.metric).better
         sign = {"high": -1.0, "low": 1.0}.get(better or "", 0.0)

@@ -42,7 +42,7 @@ from emoe.studies.samples import samples_page
 from emoe.studies.scores import Scoring, mauve_stages
 from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
-from emoe.types import Likelihood
+from emoe.types import Likelihood, Measurement
 
 SIZES = ("news-small", "text-tiny", "lm1b")
 METHODS = ("ar", "mdlm", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")
@@ -125,7 +125,7 @@ class Study(pipeline.Study):
         return self.close()
 
     def stages(self, run: Trained) -> list[Stage]:
-        """What needs the weights of a model."""
+        """Everything that needs the weights of a model."""
         text, options, config = self.sets.open(run.experiment.domain), self.options, run.experiment.eval
         run.pools.manifest |= {**describe_text(text), "batch": config.batch}
         names = stages.likelihood_names(run.method, LIKELIHOODS)
@@ -151,13 +151,12 @@ class Study(pipeline.Study):
         return work + [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
 
     def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Held-out rows."""
-        return [
-            _held_out(text, self.options.samples) for text in {run.domain.name: run.domain for run in runs}.values()
-        ]
+        """Metrics of held-out rows."""
+        unique = {run.domain.name: run.domain for run in runs}.values()
+        return [_held_out(text, self.options.samples) for text in unique]
 
     def train_eval_lm(self) -> None:
-        """Train the evaluation LM, or go on with it."""
+        """Train the evaluation LM, or continue."""
         run = self.lm_run
         if not run.finished and not self.past_deadline:
             run.train(self.sets.open(self.sets.lm_config), self.stop, self.deadline, quiet=self.options.quiet)
@@ -189,7 +188,7 @@ class Study(pipeline.Study):
         ]
 
     def pools(self) -> list[Archive]:
-        """Pools that are here; of several of one run, whose recipe has changed, the youngest."""
+        """The newest pool of each run; a run has several if its recipe has changed."""
         paths = sorted((self.options.run_folder / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
         names = ("data", "recipe", "seed")
         youngest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
@@ -218,7 +217,7 @@ class Study(pipeline.Study):
 
 
 def merge(paths: Sequence[Path], into: Path) -> None:
-    """Take in results files of other machines; of two rows of one identity the younger stays."""
+    """Merge results files of other machines; of two rows of one identity the younger stays."""
     if missing := [path for path in paths if not path.is_file()]:
         raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
     results = Results.load(into) if into.exists() else Results()
@@ -245,14 +244,12 @@ def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], siz
 
 
 def _held_out(text: Any, samples: int) -> Stage:
-    """Metrics of held-out rows."""
     count = min(samples, len(text.test_rows))
 
-    def run() -> list[Row]:
-        return stages.reference_rows(text, text.measure(text.fresh(count, derive_seed("held-out text"))))
+    def measure() -> list[Measurement]:
+        return list(text.measure(text.fresh(count, derive_seed("held-out text"))))
 
-    done = stages.recorded(n=count, task="text", data=text.name, method="data", metric="entropy")
-    return Stage(f"held-out rows of {text.name}", run, done)
+    return stages.reference("held-out rows", text, measure, "entropy", n=count)
 
 
 def _gen_ppl(results: Results) -> list[list[Panel]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.domains.toy.densities import ideal_factorised, validity_of_law
 from emoe.experiment import Experiment
@@ -17,7 +18,7 @@ from emoe.figures.base import save
 from emoe.figures.panels import histogram_grid
 from emoe.reporting.grid import sampled
 from emoe.reporting.render import print_metrics
-from emoe.reporting.results import Results, Row
+from emoe.reporting.results import Results
 from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages
@@ -44,7 +45,7 @@ class Options(options.Options):
 
 
 class ToyStudy(pipeline.Study):
-    """What the studies of toy models share: samples over NFE, beside real data and the ideal chain."""
+    """Base of studies of toy models: samples over NFE, beside real data and the ideal chain."""
 
     def stages(self, run: Trained) -> list[Stage]:
         """Times and samples, all of which are kept for figures."""
@@ -54,7 +55,8 @@ class ToyStudy(pipeline.Study):
 
     def references(self, runs: Sequence[Trained]) -> list[Stage]:
         """Real data and the ideal chain, for each density and seed."""
-        return [_references(run) for run in {(run.domain.name, run.experiment.seed): run for run in runs}.values()]
+        unique = {(run.domain.name, run.experiment.seed): run for run in runs}.values()
+        return [stage for run in unique for stage in _references(run.domain, run.experiment)]
 
 
 class Study(ToyStudy):
@@ -94,30 +96,29 @@ class Study(ToyStudy):
             print(f"MDLM against the ideal factorised chain: largest gap {gap:.2f} points ({where})")
 
 
-def _references(trained: Trained) -> Stage:
-    """Fresh real data, and the best factorised T-step chain, for the density and seed of a run.
+def _references(toy: Domain, experiment: Experiment) -> list[Stage]:
+    """Fresh real data, and the best factorised T-step chain for each T.
 
     The chain's validity is exact. Its overlap is measured on samples of its law, so that it has the same finite-sample
     loss as the other overlaps.
     """
-    toy, config, seed = trained.domain, trained.experiment.eval, trained.experiment.seed
     assert isinstance(toy, Toy)
+    count, seed = experiment.eval.samples, experiment.seed
+    reference = functools.partial(stages.reference, domain=toy, metric="overlap", n=count, seed=seed)
 
-    def run() -> list[Row]:
-        rows = stages.reference_rows(toy, toy.measure(toy.fresh(config.samples, seed), seed), seed=seed)
-        for nfe in config.nfe:
-            law = ideal_factorised(toy.cell_probabilities(), nfe)
-            generator = torch.Generator().manual_seed(derive_seed(seed, "ideal", nfe))
-            cell = torch.multinomial(law.flatten(), config.samples, replacement=True, generator=generator)
-            drawn = torch.stack([cell // law.shape[1], cell % law.shape[1]], dim=-1)
-            exact = Measurement("validity", validity_of_law(law, toy.support, toy.radius), None, None)
-            items = [exact, *(item for item in toy.measure(drawn, seed) if item.metric != "validity")]
-            rows += stages.reference_rows(toy, items, method="ideal", seed=seed, nfe=nfe)
-        return rows
+    def ideal(nfe: int) -> list[Measurement]:
+        law = ideal_factorised(toy.cell_probabilities(), nfe)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "ideal", nfe))
+        cell = torch.multinomial(law.flatten(), count, replacement=True, generator=generator)
+        drawn = torch.stack([cell // law.shape[1], cell % law.shape[1]], dim=-1)
+        exact = Measurement("validity", validity_of_law(law, toy.support, toy.radius), None, None)
+        return [exact, *(item for item in toy.measure(drawn, seed) if item.metric != "validity")]
 
-    same = {"method": "ideal", "metric": "overlap", "data": toy.name, "seed": seed}
-    done = stages.recorded(n=config.samples, nfe=config.nfe, **same)
-    return Stage(f"references of {toy.name}, seed {seed}", run, done)
+    chains = [
+        reference(f"ideal chain, NFE {nfe},", measure=functools.partial(ideal, nfe), method="ideal", nfe=nfe)
+        for nfe in experiment.eval.nfe
+    ]
+    return [reference("real data", measure=lambda: toy.measure(toy.fresh(count, seed), seed)), *chains]
 
 
 def _draw(grid: Grid, size: int, path: Path) -> None:
