@@ -108,12 +108,10 @@ class Scoring:
             mean, directions, share = principal_components(features)
             reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy()}
             reference.arrays["features"] = reduce(features, mean, directions)
-            pca: dict[str, Any] = {
-                "dimensions": directions.shape[1],
-                "of": directions.shape[0],
-                "variance_kept": round(share, 4),
-            }
-            pca |= {"fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16"}
+            pca = {
+                "dimensions": directions.shape[1], "of": directions.shape[0], "variance_kept": round(share, 4),
+                "fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16",
+            }  # fmt: skip
             reference.manifest = describe_text(text) | {
                 "judge": self.lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS),
                 "pca": pca, "mauve": {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"},
@@ -171,10 +169,10 @@ class Scoring:
 def mauve_stages(folder: Path) -> list[Stage]:
     """MAUVE of every pool whose features, and those of its held-out rows, are in a folder."""
     archives = [Archive.open(path) for path in sorted(folder.glob("*.npz")) if not path.name.startswith("reference-")]
-    pairs = [
-        (archive, Archive.open(folder / f"reference-{archive.manifest['data']}.npz").arrays) for archive in archives
-    ]
-    return [_mauve_stage(archive, key, own["features"]) for archive, own in pairs if own for key in archive.keys()]
+    names = {archive.manifest["data"] for archive in archives}
+    real = {name: Archive.open(folder / f"reference-{name}.npz").arrays.get("features") for name in names}
+    pairs = [(archive, real[archive.manifest["data"]]) for archive in archives]
+    return [_mauve_stage(archive, key, rows) for archive, rows in pairs if rows is not None for key in archive.keys()]
 
 
 def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> Stage:
@@ -187,8 +185,8 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
         values = mauve(torch.from_numpy(samples[:n].astype(np.float64)), torch.from_numpy(real[:n].astype(np.float64)))
         manifest.setdefault("mauve", {})[str(key)] = made_of
         archive.save()
-        spread = {"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}
-        items = stages.numbers(spread, n)
+        percent = {"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}
+        items = stages.numbers(percent, n)
         return [manifest_row(manifest, item, nfe=key.nfe, convention=key.variant) for item in items]
 
     same = {name: manifest[name] for name in ("data", "recipe", "seed")} | {"metric": "mauve"}
