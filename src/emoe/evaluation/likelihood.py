@@ -115,7 +115,7 @@ def likelihoods(
     tick: Tick | None = None,
 ) -> list[tuple[Likelihood, Measurement]]:
     """Measurements of named likelihoods; with bound@1 of a method with a latent the coordination gain too."""
-    items: list[tuple[Likelihood, Measurement]] = []
+    items = list[tuple[Likelihood, Measurement]]()
     for likelihood in wanted:
         nll = estimate_nll(method, rows, likelihood, seed=seed, tick=tick)
         items += [(likelihood, item) for item in in_units(nll, method.space.length)]

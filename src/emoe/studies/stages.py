@@ -161,11 +161,11 @@ def times(trained: Trained) -> list[Stage]:
 def sizes(trained: Trained) -> Stage:
     """Parameters, and those that sampling uses: of each set of experts one, and no encoder."""
 
-    def sizes() -> list[Measurement]:
+    def measure() -> list[Measurement]:
         method = trained.run.method
         return numbers({"params": total_parameters(method), "params_active": active_parameters(method.backbone)})
 
-    return trained.stage("sizes", "params_active", sizes)
+    return trained.stage("sizes", "params_active", measure)
 
 
 def pool(

@@ -63,13 +63,13 @@ class Study(pipeline.Study):
     def __init__(self, options: Options):
         if not re.fullmatch(r"\w[\w.-]*", options.name):
             raise ConfigError([f"name: expected letters, digits, dots and dashes, got {options.name!r}"])
+        self.trials = make_trials(options)
+        check_metrics(options.metric, self.trials["base"])
         out = options.out or Path("runs/sweep") / options.name
         super().__init__(dataclasses.replace(options, runs=out / "runs", results=out))
 
     def experiments(self) -> dict[Experiment, str]:
         """Every trial on every task with every seed."""
-        self.trials = make_trials(self.options)
-        check_metrics(self.options.metric, self.trials["base"])
         tasks = [as_text(task) for task in tasks_of(self.options) for _ in self.options.seeds or "-"]
         return {
             experiment: ", ".join(filter(None, [name, task, f"seed {experiment.seed}"]))
