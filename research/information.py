@@ -6,19 +6,19 @@ python research/information.py        minutes on two cores; writes results/infor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from emoe.console import console_table
 from emoe.engine.metricslog import read_metrics
-from emoe.experiment import customise
+from emoe.experiment import Experiment, customise
 from emoe.figures.base import canvas, save
 from emoe.recipes import get_recipe
-from emoe.reporting.results import Results, Row
+from emoe.reporting.results import Results
+from emoe.studies import pipeline, stages
 from emoe.studies.options import Options
-from emoe.studies.pipeline import Study
 from emoe.studies.pools import PoolKey
-from emoe.studies.stages import Stage, Trained, pool_stage
+from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
 # Small enough for two CPU cores in a few minutes; ties of four positions and three blocks show the effect of turns.
@@ -52,21 +52,6 @@ def mean_end(curve: Curve) -> list[float]:
     return [math.fsum(column) / len(tail) for column in zip(*tail, strict=True)]
 
 
-def stages(trained: Trained) -> list[Stage]:
-    """Samples, and the nats of every block and position at the end of training."""
-    config = trained.experiment.eval
-
-    def run() -> list[Row]:
-        return [
-            trained.row(Measurement(f"route_kl/block{block}/position{number}", nats, None, min(LAST, len(curve))))
-            for block, curve in curves(trained.path).items()
-            for number, nats in enumerate(mean_end(curve), 1)
-        ]
-
-    nats = Stage("nats", lambda results: trained.recorded(results, metric="route_kl/block1/position1"), run)
-    return [*(pool_stage(trained, PoolKey(nfe), config.samples) for nfe in config.nfe), nats]
-
-
 def draw(panels: Mapping[str, dict[int, Curve]], path: Path) -> None:
     """Stacked areas of nats over training, a colour for each block and a shade for each position."""
     from matplotlib import colormaps
@@ -89,23 +74,35 @@ def draw(panels: Mapping[str, dict[int, Curve]], path: Path) -> None:
     save(figure, path)
 
 
-def main(options: Options = Options(study="information")) -> int:  # noqa: B008 - frozen
+class Study(pipeline.Study):
     """Train the variants, record their nats, draw the figure and print a table."""
-    settings = {**SETTINGS, **options.settings}
-    labels = {customise(get_recipe(name), {**settings, **own}): label for label, (name, own) in VARIANTS.items()}
 
-    def write(results: Results, runs: Sequence[Trained]) -> list[Path]:
-        path, lines = options.results / "figures" / "information.png", []
-        draw({run.label: curves(run.path) for run in runs}, path)
-        for run in runs:
+    def experiments(self) -> dict[Experiment, str]:
+        """The variants."""
+        settings = {**SETTINGS, **self.options.settings}
+        return {customise(get_recipe(name), {**settings, **own}): label for label, (name, own) in VARIANTS.items()}
+
+    def stages(self, run: Trained) -> list[Stage]:
+        """Samples, and the nats of every block and position at the end of training."""
+        nats = [
+            Measurement(f"route_kl/block{block}/position{number}", nats, None, min(LAST, len(curve)))
+            for block, curve in curves(run.path).items()
+            for number, nats in enumerate(mean_end(curve), 1)
+        ]
+        config = run.experiment.eval
+        pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
+        return [*pools, run.stage("nats", "route_kl/block1/position1", lambda: nats)]
+
+    def write(self, results: Results) -> None:
+        """The figure, and a table on the terminal."""
+        self.figure("information.png", lambda path: draw({run.label: curves(run.path) for run in self.runs}, path))
+        lines = []
+        for run in self.runs:
             share = [math.fsum(mean_end(curve)) for curve in curves(run.path).values()]
             kept = results.select(metric="ties", nfe=1, recipe=run.experiment.name)[0].value
             lines.append([run.label, f"{sum(share):.2f}", " + ".join(f"{nats:.2f}" for nats in share), f"{kept:.1f}"])
         console_table(["how the latent is learned", "nats per row", "by block", "ties at NFE 1 (%)"], lines)
-        return [path]
-
-    return Study(options, labels, stages, lambda runs: [], write).run()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(Study(Options(study="information")).run())

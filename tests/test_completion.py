@@ -17,7 +17,7 @@ from emoe.domains.images import DigitsConfig, MNISTConfig
 from emoe.domains.images.given import named_regions
 from emoe.domains.rows import RowsConfig
 from emoe.domains.toy import ToyConfig
-from emoe.runs.completion import Completion, check_beginnings, complete, prepare
+from emoe.runs.completion import Completion, check_beginnings, prepare
 from emoe.runs.run import Run
 from emoe.types import TokenSpace
 
@@ -228,8 +228,7 @@ def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str
     Path("ragged.csv").write_text("1,2\n\n3\n")
     Path("words.csv").write_text("1,2\nx,3\n")
     Path("large.csv").write_text("a,b\n1,2\n3,50\n")
-    arrays = {"real": [[1, 0.5]], "text": [["a", "b"]], "cube": [[[1, 2]]], "empty": np.zeros((0, 2))}
-    for name, values in arrays.items():
+    for name, values in {"real": [[1, 0.5]], "text": [["a", "b"]], "cube": [[[1, 2]]], "empty": []}.items():
         np.save(f"{name}.npy", np.array(values))
     np.save("pickle.npy", np.array([[{}, 1]], dtype=object))
     with pytest.raises(kind) as caught:
@@ -278,7 +277,7 @@ def test_beginnings_of_rows() -> None:
 def test_kept_tokens_stay_and_all_others_are_drawn(digits: Run) -> None:
     save("a.png", first := glyph())
     save("b.png", second := np.pad(np.ones((6, 6), np.uint8), 1), ink="light")
-    completion = complete(digits, ["a.png", "b.png"], 5, 3, keep="left-half", ink="auto")
+    completion = digits.complete(["a.png", "b.png"], 5, 3, keep="left-half", ink="auto")
     assert isinstance(completion, Completion) and completion.nfe == 3
     assert completion.samples.shape == (2, 5, 64) and completion.pool.shape == (10, 64)
     assert torch.equal(completion.pool[5:], completion.samples[1]) and int(completion.samples.max()) == 1

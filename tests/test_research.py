@@ -70,7 +70,7 @@ def test_information(load, tmp_path: Path, capsys) -> None:
     options = study.Options(
         study="information", runs=tmp_path, results=tmp_path, device="cpu", quiet=True, settings=small
     )
-    assert study.main(options) == 0
+    assert study.Study(options).run() == 0
     results = Results.load(tmp_path / "information.json")
     rows = [row for row in results.rows if row.metric.startswith("route_kl/")]
     counts = {recipe: sum(row.recipe == recipe for row in rows) for recipe in {row.recipe for row in rows}}

@@ -16,10 +16,10 @@ from emoe.domains.base import DataError
 from emoe.recipes import get_recipe
 from emoe.reporting.results import Results
 from emoe.runs.train import load_run
-from emoe.studies import demo, held_out, images, likelihood, pipeline, scaling, text, toy
-from emoe.studies.pipeline import Interrupted, Study
+from emoe.studies import demo, held_out, images, likelihood, pipeline, scaling, stages, text, toy
+from emoe.studies.pipeline import Interrupted
 from emoe.studies.pools import Archive, PoolKey, digest
-from emoe.studies.stages import Stage, pool_stage, run_name, steps_done, time_stage
+from emoe.studies.stages import Stage, Trained, run_name, steps_done
 
 SMALL = {"domain.points": "200", "eval.samples": "300", "eval.nfe": "1,2"}
 
@@ -28,6 +28,17 @@ def options(folder: Path, settings: dict[str, str], **fields: Any) -> toy.Option
     fields = {"seeds": (0,), "densities": ("8-modes",), "methods": ("mdlm", "emoe"), "jobs": 1} | fields
     places = {"runs": folder / "runs", "results": folder / "results", "device": "cpu", "quiet": True}
     return toy.Options(**places, **fields, settings={**settings, **SMALL})
+
+
+def study_of(given: toy.Options, trained: Any, measure: Any = lambda run: []) -> pipeline.Study:
+    """A study that writes nothing."""
+
+    class Small(pipeline.Study):
+        experiments = staticmethod(lambda: trained)
+        stages = staticmethod(measure)
+        write = staticmethod(lambda results: None)
+
+    return Small(given)
 
 
 def values(folder: Path) -> dict[Any, float]:
@@ -40,9 +51,7 @@ def test_the_toy_study_gives_the_recorded_rows(tmp_path: Path, tiny, recorded, u
     assert studies.run("toy", given) == 0
     results = Results.load(tmp_path / "results/toy.json")
     recorded("toy", results)
-    assert {row.metric: row.n for row in results.select(method="mdlm", metric=("train_s", "step_ms"))} == {
-        "train_s": 30, "step_ms": 30
-    }  # fmt: skip
+    assert [row.n for row in results.select(method="mdlm", metric=("train_s", "step_ms"))] == [30, 30]
     assert results.methods["emoe-vimco"].label == "E-MoE (VIMCO)" and results.label("mdlm") == "MDLM"
     (run,) = results.runs.values()
     assert run.command.startswith("emoe reproduce toy --seeds 0 --methods mdlm,emoe,emoe-plus --densities 8-modes")
@@ -93,7 +102,7 @@ def test_a_run_is_stopped_and_saved_at_the_deadline_or_by_a_signal(tmp_path: Pat
     experiment = get_recipe("demo-mdlm")
     train = dataclasses.replace(experiment.train, steps=1_000_000, batch=8)
     given = options(tmp_path, tiny, budget=budget)
-    study = Study(given, [dataclasses.replace(experiment, train=train)], lambda run: [], lambda runs: [], lambda *_: [])
+    study = study_of(given, [dataclasses.replace(experiment, train=train)])
     if budget is None:
         threading.Timer(1.0, study.stop.ask).start()
         with pytest.raises(Interrupted, match="the same command continues") as error:
@@ -103,8 +112,7 @@ def test_a_run_is_stopped_and_saved_at_the_deadline_or_by_a_signal(tmp_path: Pat
         assert study.run() == 0 and study.untrained == 1
     (run,) = study.runs
     assert 0 < steps_done(run.path) < 1_000_000 and not study.failed
-    before = steps_done(run.path)
-    assert run.steps_left == 1_000_000 - before and (run.path / "times.jsonl").read_text().count("\n") == 1
+    assert (run.path / "times.jsonl").read_text().count("\n") == 1
 
 
 def test_failures_are_reported_and_stop_nothing(tmp_path: Path, tiny, capsys) -> None:
@@ -116,16 +124,13 @@ def test_failures_are_reported_and_stop_nothing(tmp_path: Path, tiny, capsys) ->
     good = get_recipe("demo-mdlm")
     good = dataclasses.replace(good, train=dataclasses.replace(good.train, steps=25, batch=8))
     optim = dataclasses.replace(good.optim, lr=1e30)
-    experiments = dict.fromkeys(
-        [good, dataclasses.replace(good, seed=7), dataclasses.replace(good, optim=optim)], "same"
-    )
-    stages = {"bad": Stage("bad", lambda results: False, broken)}
+    other = [dataclasses.replace(good, seed=7), dataclasses.replace(good, optim=optim)]
+    experiments = dict.fromkeys([good, *other], "same")
 
-    def make(run) -> list[Stage]:
-        return [stages["bad"], pool_stage(run, PoolKey(1), 20), time_stage(run)]
+    def measure(run: Trained) -> list[Stage]:
+        return [Stage("bad", broken, lambda results: False), stages.pool(run, PoolKey(1), 20), *stages.times(run)]
 
-    study = Study(options(tmp_path, {}), experiments, make, lambda runs: [], lambda *_: [])
-    assert study.run() == 1
+    assert study_of(options(tmp_path, {}), experiments, measure).run() == 1
     said = capsys.readouterr().err
     assert "emoe reproduce toy: same failed: step 2" in said and "same, bad [1/3] failed: no room" in said
     rows = Results.load(tmp_path / "results/toy.json").select(metric="validity", nfe=1)
@@ -147,14 +152,12 @@ def test_the_demo_writes_its_report(tmp_path: Path, monkeypatch, capsys) -> None
 
 
 def test_options_as_a_command_for_the_record() -> None:
-    given = toy.Options(
-        seeds=(3,), exact=True, runs=Path("x"), jobs=3, settings={"eval.nfe": "1,2", "optim.lr": "1e-3"}
-    )
+    settings = {"eval.nfe": "1,2", "optim.lr": "1e-3"}
+    given = toy.Options(seeds=(3,), exact=True, runs=Path("x"), jobs=3, settings=settings)
     assert given.command_line() == "emoe reproduce toy --seeds 3 --exact --eval.nfe 1,2 --optim.lr 1e-3"
     assert toy.Options().command_line() == "emoe reproduce toy" and demo.Options().command_line() == "emoe demo"
     assert toy.Options().run_folder == Path("runs/toy") and likelihood.Options().run_folder == Path("runs/demo")
     assert text.Options(size="text-tiny").run_folder == Path("runs/text-tiny")
-    assert set(studies.STUDIES) >= {"toy", "mnist", "digits", "text", "scaling", "held-out", "likelihood"}
     for name in [*studies.STUDIES, "demo", "sweep"]:
         fields = dataclasses.fields(studies.module(name).Options)
         assert all(field.metadata["help"] or field.metadata.get("hidden") for field in fields)
@@ -163,23 +166,17 @@ def test_options_as_a_command_for_the_record() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: toy.Options(seeds=(-1,)), "seeds: must be >= 0, got -1"),
+        (lambda: toy.Options(seeds=(-1,)), "seeds: must be >= 0 .*, got -1"),
         (lambda: toy.Options(seeds=()), "seeds: give at least one"),
         (lambda: toy.Options(densities=("moons",)), "densities: 'moons' is not known; allowed: 8-modes, swiss-roll"),
-        (lambda: toy.Options(jobs=99), "jobs: must be <= 64, got 99"),
-        (lambda: toy.Options(budget=-1), "budget: must be >= 0, got -1"),
-        (
-            lambda: studies.run("toy", toy.Options(methods=("gan",))),
-            "methods: 'gan' is not known; allowed: emoe, emoe-v",
-        ),
+        (lambda: toy.Options(jobs=99), "jobs: must be >= 0 and <= 64, got 99"),
+        (lambda: studies.run("toy", toy.Options(methods=("gan",))), "methods: 'gan' is not known; allowed: emoe, em"),
         (lambda: studies.run("toy", toy.Options(settings={"train.stps": "1"})), "did you mean 'train.steps'"),
         (lambda: images.Options(settings={"eval.nfe": "1"}), "eval.nfe: the study sets it; use --nfe"),
         (lambda: images.Options(settings={"domain.root": "x"}), "domain.root: the study sets it; use --data-root"),
         (lambda: images.Options(only="paint"), "only: 'paint' is not known; allowed: train, score, draw"),
-        (lambda: scaling.Options(lengths=(1,)), "lengths: must be >= 2, got 1"),
         (lambda: scaling.Options(settings={"backbone.depth": "4"}), "backbone.depth: the study sets it; use --depth"),
         (lambda: held_out.Options(settings={"domain.density": "x"}), "the study sets it; use --densities"),
-        (lambda: text.Options(samples=1), "samples: must be >= 4, got 1"),
         (lambda: text.Options(settings={"domain.path": "x"}), "domain.path: the study sets it; use --set"),
         (lambda: text.Options(settings={"eval.sampler.kind": "x"}), "eval.sampler.kind: .* use --sampler"),
         (lambda: studies.run("text", text.Options(merge=(Path("none.json"),))), "merge: none.json does not exist"),
@@ -201,9 +198,7 @@ def test_archives_of_pools(tmp_path: Path) -> None:
     archive.save()
     again = Archive.open(tmp_path / "a.npz")
     assert again.manifest == {"x": 1} and again.keys() == [PoolKey(2), PoolKey(16), PoolKey(2, "route_tau=0")]
-    assert (
-        again.rows(PoolKey(2)) == 3 and again.rows(PoolKey(3)) == 0 and again.tokens(PoolKey(2))[2].tolist() == [4, 5]
-    )
+    assert again.rows(PoolKey(3)) == 0 and again.tokens(PoolKey(2)).tolist() == [[0, 1], [2, 3], [4, 5]]
     (tmp_path / "a.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:100])
     with pytest.raises(DataError, match="cannot be read, damaged .*; remove it, or copy it again"):
         Archive.open(tmp_path / "a.npz")

@@ -53,7 +53,7 @@ def study(name: str, command: str, words: list[str], doc: str | None = None) -> 
     from emoe import studies
 
     module = studies.module(name)
-    options = Command(command, module.Options, doc or module.run.__doc__)
+    options = Command(command, module.Options, doc or module.Study.__doc__)
     if "data_root" not in options.annotations and any(word.partition("=")[0] == "--data-root" for word in words):
         raise ConfigError([f"data-root: {name!r} needs no data files; leave it out"])
-    return int(module.run(options(words)))
+    return studies.run(name, options(words))

@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +31,6 @@ from emoe.domains.text.data import Text
 from emoe.runs.run import Run
 from emoe.runs.train import load_run, pick_device
 
-DType = Literal["float32", "bfloat16", "float16", "float64"]
 LOGITS = 2**28  # numbers in the logits of one call, at most
 SUFFIXES = (".safetensors", ".json", ".txt", ".bpe", ".model")  # files that decide what a Hugging Face model computes
 PACKAGES = {"mauve": "mauve-text", "faiss": "faiss-cpu"}  # names of modules on the package index
@@ -74,16 +73,12 @@ class RunLM(EvalLM):
     The network reads the row shifted right by one behind the mask symbol, so its output at l is p(x^l | x^<l), also
     for l = 0. Special tokens are tokens like any other, and no token ends a text. Features are the mean over positions:
     the last hidden state of a small network mostly predicts the next token.
-
-    Args:
-        run: The run folder, the name of a released model, or an opened run.
-        device: Where the run is opened: auto, cpu, cuda or cuda:N.
     """
 
     kind, pooling = "run", "mean"
 
-    def __init__(self, run: str | Path | Run, *, device: str = "auto"):
-        self.run = run if isinstance(run, Run) else load_run(run, device=device)
+    def __init__(self, run: Run):
+        self.run = run
         if not self.run.experiment.method.needs().causal:
             kind = self.run.experiment.method.kind
             raise ConfigError([f"eval-lm: {self.run.path} holds {kind!r}, which has no exact NLL; give a run of 'ar'"])
@@ -146,9 +141,8 @@ class RunLM(EvalLM):
         same = (self.space.size, self.space.mask_id) == (text.space.size, text.space.mask_id)
         other = _tokenizer_of(text)
         if not same or (self._tokenizer and other and self._tokenizer != other):
-            raise ConfigError(
-                [f"eval-lm: {self.name} was trained with another tokenizer than that of {text.name}; train one on it"]
-            )
+            problem = f"{self.name} was trained with another tokenizer than that of {text.name}"
+            raise ConfigError([f"eval-lm: {problem}; train one on it"])
 
 
 class HuggingFaceLM(EvalLM):
@@ -157,16 +151,11 @@ class HuggingFaceLM(EvalLM):
     Nothing is downloaded, no code of the folder is run, and no pickle is loaded. The start token is the model's `bos`,
     or its `eos` if it has none; for GPT-2 both are <|endoftext|>. Features are those of `mauve-text`: the last hidden
     state at the last token. A folder without such a model is a ConfigError.
-
-    Args:
-        folder: The model.
-        device: auto, cpu, cuda or cuda:N.
-        dtype: Precision of the weights.
     """
 
-    kind, pooling = "hugging-face", "last"
+    kind, pooling, dtype = "hugging-face", "last", "float32"
 
-    def __init__(self, folder: str | Path, *, device: str = "auto", dtype: DType = "float32"):
+    def __init__(self, folder: str | Path, *, device: str = "auto"):
         library, path = import_extra("transformers"), Path(folder)
         if not (path / "config.json").is_file():
             raise ConfigError([f"eval-lm: {path} holds no config.json; give the folder of a Hugging Face model"])
@@ -177,7 +166,7 @@ class HuggingFaceLM(EvalLM):
         try:
             self.tokenizer = library.AutoTokenizer.from_pretrained(str(path), **options)
             self.model, loaded = library.AutoModelForCausalLM.from_pretrained(
-                str(path), use_safetensors=True, dtype=getattr(torch, dtype), output_loading_info=True, **options
+                str(path), use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -186,8 +175,7 @@ class HuggingFaceLM(EvalLM):
         if faults := sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])):
             raise ConfigError([f"eval-lm: {path} lacks weights ({', '.join(faults[:3])}); give a whole copy"])
         self.model.to(pick_device(device)).eval().requires_grad_(False)
-        self.name, self.dtype = path.resolve().name, dtype
-        self.sha256 = _hash_folder(path)
+        self.name, self.sha256 = path.resolve().name, _hash_folder(path)
         self.context = int(getattr(self.model.config, "max_position_embeddings", None) or 1024)
         self.end = self.tokenizer.eos_token_id
         self.start = self.end if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
@@ -218,9 +206,8 @@ class HuggingFaceLM(EvalLM):
                 given, target = torch.cat([part.new_full((len(part), 1), self.start), given], 1), part
             scored = part.new_zeros(len(part), 0).double()
             if given.shape[1]:
-                logits = self.model(given, use_cache=False).logits
-                logits = logits if logits.dtype == torch.float64 else logits.float()
-                scored = nnf.cross_entropy(logits.transpose(1, 2), target, reduction="none").double()
+                logits = self.model(given, use_cache=False).logits.transpose(1, 2)
+                scored = nnf.cross_entropy(logits, target, reduction="none").double()
             parts.append((scored if start else nnf.pad(scored, (1, 0), value=math.nan)).cpu())
         return torch.cat(parts)
 
@@ -241,11 +228,11 @@ def open_eval_lm(folder: str | Path, *, device: str = "auto") -> EvalLM:
     """An evaluation LM by its folder: a run, which has an `experiment.json`, or a Hugging Face model."""
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(
-            [f"eval-lm: {path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"]
-        )
-    run = (path / "experiment.json").is_file()
-    return RunLM(path, device=device) if run else HuggingFaceLM(path, device=device)
+        problem = f"{path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"
+        raise ConfigError([f"eval-lm: {problem}"])
+    if (path / "experiment.json").is_file():
+        return RunLM(load_run(path, device=device))
+    return HuggingFaceLM(path, device=device)
 
 
 def import_extra(module: str) -> Any:

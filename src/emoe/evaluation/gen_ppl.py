@@ -1,6 +1,6 @@
 """Generative perplexity: exp(NLL / tokens) of samples under an evaluation language model (Eq. 41).
 
-Codes differ in which tokens they count, which matters for short texts, so every number has a named `Setting`. Samples
+Implementations count different tokens, which matters for short texts, so every number has a named `Setting`. Samples
 with repetitions and common phrases have a low perplexity: compare at equal entropy, see `emoe.domains.text.metrics`.
 """
 

@@ -27,15 +27,13 @@ def held_out_rows(domain: Domain, count: int | None, seed: int) -> Int[Tensor, "
     return domain.fresh(count, derive_seed(seed, "held out"))
 
 
-def passes(likelihood: Likelihood, repeats: int | None = None) -> int:
-    """How often `estimate_nll` runs all rows, a measure of how long it takes."""
-    return _repeats(likelihood, repeats) * max(1, likelihood.draws)
+def passes(likelihood: Likelihood) -> int:
+    """How often `estimate_nll` runs all rows by default, a measure of how long it takes."""
+    return _default_repeats(likelihood) * max(1, likelihood.draws)
 
 
-def _repeats(likelihood: Likelihood, repeats: int | None) -> int:
-    if likelihood.kind == "exact":
-        return 1  # nothing is drawn
-    return repeats or (4 if likelihood.draws else 8)
+def _default_repeats(likelihood: Likelihood) -> int:
+    return 1 if likelihood.kind == "exact" else 4 if likelihood.draws else 8
 
 
 @torch.no_grad()
@@ -53,14 +51,14 @@ def estimate_nll(
 
     All rows are drawn for `repeats` times (8 by default, 4 with importance weights) with fresh times, masks and
     latents; the standard error is that of the mean of the repeats: the error of the estimate for these rows, not that
-    of having chosen these rows. `exact` is no estimate: one repeat, no error. `tick` is told of every repeat.
-    `batch` are the rows of a call, draws counted: 4,096 unless told, fewer where B L V logits are more than 2^28.
+    of having chosen these rows. `exact` is no estimate: one repeat, no error. `tick` is called after every repeat.
+    `batch` are the rows of a call, draws counted: by default 4,096, fewer where B L V logits are more than 2^28.
     """
     space = method.space
     batch = batch or max(1, min(ROWS, LOGITS // (space.length * space.size)))
     device = next(method.parameters()).device
     rows = rows.to(device)
-    repeats = _repeats(likelihood, repeats)
+    repeats = repeats or _default_repeats(likelihood)
     size = max(1, batch // max(1, likelihood.draws))
     means = []
     for repeat in range(repeats):
@@ -80,12 +78,8 @@ def in_units(nll: Measurement, length: int) -> list[Measurement]:
     """
     bits = 1 / (length * math.log(2))
     ppl = math.exp(nll.value / length)
-    error = nll.stderr
-    return [
-        nll,
-        Measurement("bpd", nll.value * bits, None if error is None else error * bits, nll.n),
-        Measurement("ppl", ppl, None if error is None else error * ppl / length, nll.n),
-    ]
+    errors = [None if nll.stderr is None else nll.stderr * scale for scale in (bits, ppl / length)]
+    return [nll, Measurement("bpd", nll.value * bits, errors[0], nll.n), Measurement("ppl", ppl, errors[1], nll.n)]
 
 
 def factorised_nll(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], symbols: int) -> float:
@@ -94,10 +88,10 @@ def factorised_nll(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], symb
     The marginals are those of the training rows, with half a count added to every symbol.
     """
     total = 0.0
-    for place in range(train.shape[1]):
-        column = train[:, place].long()  # rows may be small integers in a file: one column at a time
+    for position in range(train.shape[1]):
+        column = train[:, position].long()  # rows may be small integers in a file: one column at a time
         counts = torch.bincount(column, minlength=symbols).double() + 0.5
-        total -= (counts / counts.sum()).log()[rows[:, place]].mean().item()
+        total -= (counts / counts.sum()).log()[rows[:, position]].mean().item()
     return total
 
 
@@ -120,12 +114,12 @@ def likelihoods(
     *,
     tick: Tick | None = None,
 ) -> list[tuple[Likelihood, Measurement]]:
-    """All measurements of the conventions; the coordination gain where there is a latent and bound@1 is asked for."""
-    found: list[tuple[Likelihood, Measurement]] = []
+    """Measurements of named likelihoods; with bound@1 of a method with a latent the coordination gain too."""
+    items = list[tuple[Likelihood, Measurement]]()
     for likelihood in wanted:
         nll = estimate_nll(method, rows, likelihood, seed=seed, tick=tick)
-        found += [(likelihood, item) for item in in_units(nll, method.space.length)]
+        items += [(likelihood, item) for item in in_units(nll, method.space.length)]
         if (likelihood.kind, likelihood.steps) == ("bound", 1) and method.has_latent:
             factorised = factorised_nll(train.cpu(), rows.cpu(), method.space.size)
-            found.append((likelihood, coordination_gain(nll, factorised, method.space.length)))
-    return found
+            items.append((likelihood, coordination_gain(nll, factorised, method.space.length)))
+    return items

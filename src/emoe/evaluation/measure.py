@@ -34,18 +34,9 @@ def row(
 ) -> Row:
     """A measurement as a row of results; `method` is the experiment's unless it is given."""
     return Row(
-        task=domain.task,
-        data=domain.name,
-        method=method or experiment.method_name,
-        recipe=experiment.name,
-        seed=experiment.seed,
-        nfe=nfe,
-        metric=item.metric,
-        convention=convention,
-        value=item.value,
-        stderr=item.stderr,
-        n=item.n,
-    )
+        task=domain.task, data=domain.name, method=method or experiment.method_name, recipe=experiment.name,
+        seed=experiment.seed, nfe=nfe, convention=convention, **vars(item),
+    )  # fmt: skip
 
 
 def described(method: Method, experiment: Experiment) -> dict[str, dict[str, str]]:

@@ -1,6 +1,6 @@
 """Studies: train the runs behind a table, measure them, write results, tables and figures; each can be interrupted.
 
-A study is a module with `Options`, a frozen dataclass, and `run(options)`, which returns an exit code.
+A study is a module with `Options`, a frozen dataclass, and `Study`, which has `run()`.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def module(name: str) -> Any:
 
 def run(name: str, options: Any) -> int:
     """Run a study, or continue it; returns an exit code."""
-    code: int = module(name).run(dataclasses.replace(options, study=name))
+    code: int = module(name).Study(dataclasses.replace(options, study=name)).run()
     return code

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from emoe.console import meter, tick_calls
 from emoe.domains.images import as_images
-from emoe.experiment import customise
+from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
-from emoe.reporting.html import write_page
+from emoe.reporting import html
 from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results, method_rank
 from emoe.reporting.toy import METRICS
@@ -21,10 +19,8 @@ from emoe.runs.sampling import draw
 from emoe.studies import options
 from emoe.studies.images import sample_grid
 from emoe.studies.options import flag, hidden
-from emoe.studies.pipeline import Study
 from emoe.studies.pools import PoolKey
-from emoe.studies.stages import Trained
-from emoe.studies.toy import TRUTH, reference_stages, sample_stages
+from emoe.studies.toy import TRUTH, ToyStudy
 
 EXPERIMENTS = ("demo-emoe", "demo-vadd", "demo-mdlm")  # the longest first, so that cores stay busy
 RELEASED = ("mnist-mdlm", "mnist-vadd", "mnist-emoe")
@@ -42,33 +38,38 @@ class Options(options.Options):
     out: Path = flag(Path("runs/demo"), "folder of runs, report and figures; delete it to train again", recorded=False)
     runs: Path | None = hidden(None)
     results: Path = hidden(Path())
+    stem = "results"
 
 
-def run(options: Options) -> int:
+class Study(ToyStudy):
     """Train three small models on 8-modes and draw digits by released models; write a report with figures."""
-    experiments = [customise(get_recipe(name), options.settings) for name in EXPERIMENTS]
-    own = dataclasses.replace(options, runs=options.out, results=options.out)
-    write = functools.partial(_write, own)
-    return Study(own, experiments, sample_stages, reference_stages, write, name="results").run()
 
+    options: Options
 
-def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    """The figure, digits, the report, and tables on the terminal."""
-    folder, trained = options.out, [run for run in runs if not run.steps_left]
-    order = sorted(trained, key=lambda run: method_rank(run.experiment.method_name))
-    panels = {"ground truth": runs[0].domain.fresh(TRUTH, runs[0].experiment.seed)}
-    panels |= {results.label(run.experiment.method_name): run.pools.tokens(PoolKey(1)) for run in order}
-    runs[0].domain.picture(panels, folder / "figure.png", title="8-modes: one network call per sample (NFE 1)")
-    names = draw_digits(folder / "digits.png", device=options.device, quiet=options.quiet)
-    pictures = {folder / "figure.png": SAMPLES} | ({folder / "digits.png": DIGITS} if names else {})
-    paths = [run.path for run in trained]
-    write_page(folder / "report.html", "E-MoE demo: 8-modes", results, pictures=pictures, runs=paths)
-    print_metrics(results, "toy", METRICS)
-    print(f"report:  {folder / 'report.html'}\nfigure:  {folder / 'figure.png'}")
-    if names:
-        print(f"digits:  {folder / 'digits.png'} ({', '.join(names)}: released weights)")
-    print(f"numbers: {folder / 'results.json'}")
-    return []
+    def __init__(self, options: Options):
+        super().__init__(dataclasses.replace(options, runs=options.out, results=options.out))
+
+    def experiments(self) -> list[Experiment]:
+        """The recipes of the demo."""
+        return [customise(get_recipe(name), self.options.settings) for name in EXPERIMENTS]
+
+    def write(self, results: Results) -> None:
+        """Draw the figures, write the report, and print tables and the paths."""
+        folder, trained = self.options.out, [run for run in self.runs if not run.steps_left]
+        order, first = sorted(trained, key=lambda run: method_rank(run.experiment.method_name)), self.runs[0]
+        panels = {"ground truth": first.domain.fresh(TRUTH, first.experiment.seed)}
+        panels |= {results.label(run.experiment.method_name): run.pools.tokens(PoolKey(1)) for run in order}
+        first.domain.picture(panels, folder / "figure.png", title="8-modes: one network call per sample (NFE 1)")
+        names = draw_digits(folder / "digits.png", device=self.options.device, quiet=self.options.quiet)
+        pictures = {folder / "figure.png": SAMPLES} | ({folder / "digits.png": DIGITS} if names else {})
+        paths = [run.path for run in trained]
+        html.write_page(folder / "report.html", "E-MoE demo: 8-modes", results, pictures=pictures, runs=paths)
+        self.written += [folder / "report.html", *pictures]
+        print_metrics(results, "toy", METRICS)
+        print(f"report:  {folder / 'report.html'}\nfigure:  {folder / 'figure.png'}")
+        if names:
+            print(f"digits:  {folder / 'digits.png'} ({', '.join(names)}: released weights)")
+        print(f"numbers: {self.results}")
 
 
 def draw_digits(path: Path, *, device: str = "auto", quiet: bool = False) -> list[str]:

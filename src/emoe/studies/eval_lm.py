@@ -30,7 +30,7 @@ from emoe.runs.train import load_run, train
 from emoe.studies.stages import run_name, steps_done
 from emoe.types import Likelihood
 
-CHECKS = 8  # validations in the course of training, each of a checkpoint
+CHECKS = 8  # validations during training, each of a checkpoint
 PATIENCE = 3  # validations without a lower loss, after which training ends
 METRIC = "valid_nll"  # in the log: nats per token
 
@@ -69,7 +69,8 @@ class EvalLMRun:
     def validations(self) -> dict[int, float]:
         """Loss of the validation rows by step, in nats per token."""
         log = self.path / "metrics.jsonl"
-        return {one["step"]: one[METRIC] for one in (read_metrics(log) if log.exists() else []) if METRIC in one}
+        records = read_metrics(log) if log.exists() else []
+        return {record["step"]: record[METRIC] for record in records if METRIC in record}
 
     def best(self) -> tuple[int, float] | None:
         """The step with the lowest loss, and that loss."""
@@ -77,7 +78,7 @@ class EvalLMRun:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to train, and the best step is whole."""
+        """Whether nothing is left to train, and the best step is saved."""
         best, steps = self.best(), list(self.validations())
         if best is None or steps_done(self.best_path) != best[0]:
             return False
@@ -85,7 +86,7 @@ class EvalLMRun:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can score: its best step is here, and training has ended or happened on another machine."""
+        """Whether it can score: the best step is saved, and training has ended or ran on another machine."""
         return steps_done(self.best_path) > 0 and (self.finished or not self.path.exists())
 
     def train(self, text: Text, stop: StopSignal, deadline: float | None, *, quiet: bool) -> None:
@@ -110,7 +111,7 @@ class KeepBest(EarlyStopping):
             self.on_checkpoint(info.start, newest)
         if self.best_step and steps_done(self.run.best_path) != self.best_step:
             best, path = self.run.best_path, self.run.path
-            raise DataError(f"{best}: is not whole; remove it and {path} to train the evaluation LM again")
+            raise DataError(f"{best}: is incomplete; remove it and {path} to train the evaluation LM again")
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Measure a checkpoint, unless that was done, and keep it if it is the best."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from emoe.domains.toy.densities import HELD_OUT
-from emoe.reporting.render import print_table
+from emoe.experiment import Experiment
 from emoe.reporting.results import Results
 from emoe.reporting.toy import held_out_tables
-from emoe.studies import options
+from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import Study
-from emoe.studies.stages import Stage, Trained, exact_stage, time_stage
+from emoe.studies.stages import Stage, Trained
 
 DEFAULTS = {"train.steps": "8000", "eval.nfe": "1,2,4"}  # settings replace these
 
@@ -30,22 +27,26 @@ class Options(options.Options):
     seeds: tuple[int, ...] = seeds_flag(0, 1, 2)
 
 
-def run(options: Options) -> int:
+class Study(pipeline.Study):
     """Train methods on five densities and compare the exact laws of their samplers between runs of the same seed."""
-    labels = {}
-    for seed in options.seeds:  # seed by seed: if time runs out, pairs are complete for the first seeds
-        for density in options.densities:
-            settings = {**DEFAULTS, **options.settings, "domain.density": density}
-            for one in recipe_experiments("toy-8modes", options.methods, [seed], settings):
-                labels[one] = f"{one.name.partition(' ')[0]}, {density}, seed {seed}"
 
-    def write(results: Results, runs: Sequence[Trained]) -> list[Path]:
-        for table in held_out_tables(results.only(recipe={trained.experiment.name for trained in runs})):
-            print_table(table)
-            print(table.note)
-        return []
+    options: Options
+    measures_past_deadline = True
 
-    def stages(trained: Trained) -> list[Stage]:
-        return [time_stage(trained), exact_stage(trained)]
+    def experiments(self) -> dict[Experiment, str]:
+        """Seed by seed: if time runs out, pairs are complete for the first seeds."""
+        labels = {}
+        for seed in self.options.seeds:
+            for density in self.options.densities:
+                settings = {**DEFAULTS, **self.options.settings, "domain.density": density}
+                for experiment in recipe_experiments("toy-8modes", self.options.methods, [seed], settings):
+                    labels[experiment] = f"{experiment.name.partition(' ')[0]}, {density}, seed {seed}"
+        return labels
 
-    return Study(options, labels, stages, lambda runs: [], write, measures_late=True).run()
+    def stages(self, run: Trained) -> list[Stage]:
+        """Times and exact laws; nothing is drawn."""
+        return [*stages.times(run), stages.exact(run)]
+
+    def write(self, results: Results) -> None:
+        """Differences between the methods on these runs."""
+        self.print_tables(held_out_tables(results.only(recipe={run.experiment.name for run in self.runs})))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,20 @@ from jaxtyping import UInt8
 from emoe.config import ConfigError
 from emoe.domains.base import Domain
 from emoe.domains.images import Images, as_images
-from emoe.evaluation.likelihood import in_units
-from emoe.evaluation.measure import row
 from emoe.experiment import Experiment
 from emoe.figures.base import save
-from emoe.figures.curves import Panel, draw
+from emoe.figures.curves import Panel
 from emoe.figures.gif import Recorder, write_gif
 from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
 from emoe.reporting.cells import data_of, measure
 from emoe.reporting.images import bpd_tables, image_page, nfe_tables, real_data
 from emoe.reporting.recipes import parse, reference_name
-from emoe.reporting.render import print_table
-from emoe.reporting.results import Results, Row, method_rank
+from emoe.reporting.results import Results, method_rank
 from emoe.reporting.table import models
 from emoe.rng import Rng, derive_seed
-from emoe.studies import options, stages
-from emoe.studies.figures import mean_curve
+from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import Study, write_figure, write_page
+from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
@@ -46,7 +42,7 @@ TOKENS = 2**19  # tokens of a batch of likelihoods: 512 images of 32 x 32, or 8 
 EDGE = 4  # images along the edge of a panel of samples
 ANIMATED, ANIMATION_STEPS = 4, 20
 CURVES = ("frechet", "coverage", "confidence")
-# Measures that compare two sets of rows: the test split cannot be compared with itself.
+# Metrics that compare two sets of rows: the test split cannot be compared with itself.
 COMPARING = ("frechet", "precision", "recall", "density", "coverage", "class_tv", "pixel_tv")
 
 
@@ -66,95 +62,81 @@ class Options(options.Options):
     data_root: Path | None = flag(None, "folder of MNIST's files; default: EMOE_DATA, then ./data", recorded=False)
 
 
-def run(options: Options) -> int:
+class Study(pipeline.Study):
     """Train methods; measure bits per dimension and samples over NFE; write tables, figures and an animation."""
 
-    def build(experiment: Experiment) -> Images:
-        # --data-root is no field of the experiment: a run folder must be the same wherever the data are.
-        own = {} if options.data_root is None else {"root": str(options.data_root)}
-        domain = dataclasses.replace(experiment.domain, **own).build(experiment.seed)
+    options: Options
+    gpu_jobs = 1
+
+    def experiments(self) -> list[Experiment]:
+        """The recipes of the methods."""
+        given = self.options
+        methods = given.methods or (*METHODS, OURS[given.study])
+        return recipe_experiments(given.study, methods, given.seeds, given.settings)
+
+    def build_domain(self, experiment: Experiment) -> Images:
+        """Build the images; their folder is an option and no field, so a run does not depend on where they are."""
+        root = {} if self.options.data_root is None else {"root": str(self.options.data_root)}
+        domain = dataclasses.replace(experiment.domain, **root).build(experiment.seed)
         if not isinstance(domain, Images):
             raise ConfigError([f"domain: {experiment.domain.kind!r} has no images; leave the recipe's domain"])
         return domain
 
-    methods = options.methods or (*METHODS, OURS[options.study])
-    experiments = recipe_experiments(options.study, methods, options.seeds, options.settings)
-    study = Study(
-        options, experiments, functools.partial(_stages, options), functools.partial(_real, options),
-        functools.partial(_write, options), domain=build, gpu_jobs=1,
-    )  # fmt: skip
-    return study.run(options.only)
+    def stages(self, run: Trained) -> list[Stage]:
+        """Sizes, likelihoods and samples; the cheapest first, so that a short budget gives most of them."""
+        config, options = run.experiment.eval, self.options
+        batch = max(1, min(config.batch, TOKENS // run.domain.space.length))
+        names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
+        work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
+        work += [stages.pool(run, PoolKey(nfe), self.samples(run), keep=EDGE * EDGE) for nfe in steps]
+        return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows)]
+
+    def samples(self, run: Trained) -> int:
+        """Samples for each NFE."""
+        return self.options.samples or run.experiment.eval.samples
+
+    def references(self, runs: Sequence[Trained]) -> list[Stage]:
+        """Real images; models on other data have their own."""
+        first = {reference_name(parse(run.experiment.name).changes): run for run in reversed(runs)}
+        return [real_stage(run.domain, name, self.samples(run)) for name, run in first.items()]
+
+    def write(self, results: Results) -> None:
+        """Tables, curves over NFE, samples, and an animation of a model whose latent are experts."""
+        data, part, always = self.options.study, results.only(task=self.options.study), self.options.only == "draw"
+        self.page(f"{data}.md", image_page(results))
+        self.print_tables([*bpd_tables(part), *nfe_tables(part)])
+        self.panels(f"{data}-curves.png", curves(part), always=always, width=3.3)
+        if pools := self._shown_pools():
+            draw_samples = functools.partial(_draw_samples, pools, results, self.runs[0].domain)
+            self.figure(f"{data}-samples.png", draw_samples, always=always)
+        animated = [run for run in self.runs if not run.steps_left and run.method.has_latent]
+        for run in [run for run in animated if run.experiment.method.needs().experts][:1]:
+            self.figure(f"{data}-film.gif", functools.partial(animation, run), always=always)
+
+    def _shown_pools(self) -> list[Archive]:
+        """Samples of all methods with the changes and the seed of the first run, also those of earlier commands."""
+        first, paths = self.runs[0].experiment, (self.options.run_folder / "pools").glob(f"{self.options.study}-*.npz")
+        wanted, archives = (parse(first.name).changes, first.seed), map(Archive.open, sorted(paths))
+        same = [one for one in archives if (parse(one.manifest["recipe"]).changes, one.manifest["seed"]) == wanted]
+        return sorted(same, key=lambda archive: method_rank(archive.manifest["method"]))
 
 
-def _stages(options: Options, trained: Trained) -> list[Stage]:
-    """Sizes, likelihoods and samples; those of few network calls first, so that a budget buys many."""
-    config, length = trained.experiment.eval, trained.domain.space.length
-    batch, samples = max(1, min(config.batch, TOKENS // length)), options.samples or config.samples
-    names = stages.likelihood_names(trained.method, LIKELIHOODS)
-    work = [stages.likelihood_stage(trained, name, options.rows, _bits, batch=batch) for name in names]
-    steps = sorted(set(options.nfe or config.nfe))
-    work += [stages.pool_stage(trained, PoolKey(nfe), samples, keep=EDGE * EDGE) for nfe in steps]
-    return [stages.time_stage(trained), stages.size_stage(trained), *sorted(work, key=lambda stage: stage.rows)]
+def real_stage(images: Domain, name: str, count: int) -> Stage:
+    """Metrics of real images, under the method `data`.
 
-
-def _bits(nll: Measurement, length: int) -> list[Measurement]:
-    return in_units(nll, length)[:2]
-
-
-def _real(options: Options, runs: Sequence[Trained]) -> list[Stage]:
-    """Real images; models on other data have their own."""
-    first = {reference_name(parse(trained.experiment.name).changes): trained for trained in reversed(runs)}
-    counts = {name: options.samples or trained.experiment.eval.samples for name, trained in first.items()}
-    return [real_stage(run, name, min(counts[name], len(run.domain.rows))) for name, run in first.items()]
-
-
-def real_stage(trained: Trained, name: str, count: int) -> Stage:
-    """Measures of real images, under the method `data`.
-
-    Measures of single images are those of the test images. Where two sets are compared, `count` training images take
-    the place of samples: what a model would get that has learned its training data perfectly and nothing else.
+    Metrics of single images are those of the test images. Where two sets are compared, `count` training images take the
+    place of samples: what a model would get that has learned its training data perfectly and nothing else.
     """
-    domain, experiment = trained.domain, dataclasses.replace(trained.experiment, name=name)
-    assert isinstance(domain, Images)
+    assert isinstance(images, Images)
+    count = min(count, len(images.rows))
 
-    def run() -> list[Row]:
-        order = torch.randperm(len(domain.rows), generator=torch.Generator().manual_seed(derive_seed("real images")))
-        compared = {item.metric: item for item in domain.measure(domain.rows[order[:count]].long())}
-        items = domain.measure(domain.test_rows.long())
-        items = [compared[item.metric] if item.metric in COMPARING else item for item in items]
-        rows = [row(item, domain, experiment, nfe=None, method="data") for item in items]
-        return [dataclasses.replace(one, seed=None) for one in rows]
+    def measure() -> list[Measurement]:
+        order = torch.randperm(len(images.rows), generator=torch.Generator().manual_seed(derive_seed("real images")))
+        compared = {item.metric: item for item in images.measure(images.rows[order[:count]].long())}
+        items = images.measure(images.test_rows.long())
+        return [compared[item.metric] if item.metric in COMPARING else item for item in items]
 
-    same = {"method": "data", "recipe": name, "data": domain.name, "metric": "pixel_tv"}
-    return Stage(f"real images of {domain.name}", lambda results: stages.recorded(results, n=count, **same), run)
-
-
-def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    """The page of tables and the figures; tables on the terminal."""
-    data, folder, part = options.study, options.results, results.only(task=options.study)
-    figures: dict[str, tuple[Sequence[Path], Callable[[Path], None]]] = {}  # sources and what draws them
-    if part.models.rows:
-        figures["curves.png"] = [folder / f"{data}.json"], functools.partial(curves, part)
-    if pools := _shown(options, runs[0].experiment):
-        samples = functools.partial(_draw_samples, pools, results, runs[0].domain)
-        figures["samples.png"] = [archive.path for archive in pools], samples
-    for run in [run for run in runs if not run.steps_left and run.method.has_latent]:
-        if run.experiment.method.needs().experts and "film.gif" not in figures:
-            figures["film.gif"] = [run.path / "checkpoints"], functools.partial(animation, run)
-    written = write_page(folder / f"{data}.md", image_page(results))
-    for name, (sources, make) in figures.items():
-        written += write_figure(folder / "figures" / f"{data}-{name}", sources, make, anew=options.only == "draw")
-    for table in [*bpd_tables(part), *nfe_tables(part)]:
-        print_table(table)
-    return written
-
-
-def _shown(options: Options, like: Experiment) -> list[Archive]:
-    """Samples of all methods with the changes and the seed of an experiment, also those of earlier commands."""
-    wanted, paths = (parse(like.name).changes, like.seed), (options.run_folder / "pools").glob(f"{options.study}-*.npz")
-    archives = [Archive.open(path) for path in sorted(paths)]
-    same = [one for one in archives if (parse(one.manifest["recipe"]).changes, one.manifest["seed"]) == wanted]
-    return sorted(same, key=lambda archive: method_rank(archive.manifest["method"]))
+    return stages.reference("real images", images, measure, "pixel_tv", recipe=name, n=count)
 
 
 def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, path: Path) -> None:
@@ -177,17 +159,17 @@ def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], p
     save(panel_grid(rows, draw_cell, dpi=IMAGE_DPI), path)
 
 
-def curves(results: Results, path: Path) -> None:
+def curves(results: Results) -> list[list[Panel]]:
     """Frechet distance, coverage and confidence over NFE: a line for each model, real data as a level."""
-    part = results.only(data=data_of(results)[0])
     panels = []
-    for metric in CURVES:
+    for data, metric in [(data, metric) for data in data_of(results)[:1] for metric in CURVES]:
+        part = results.only(data=data)
         rows = {line.labels[0]: line.where(metric=metric).rows for line in models(part)}
         lines = {label: mean_curve(group, lambda row: row.nfe) for label, group in rows.items()}
         real = [row.value for row in real_data(part).where(metric=metric).rows]
         levels = {"real data": real[0]} if real else {}
         panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=levels))
-    save(draw([panels], width=3.3), path)
+    return [panels]
 
 
 def animation(trained: Trained, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +9,19 @@ from pathlib import Path
 
 import torch
 
+from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
 from emoe.evaluation.likelihood import held_out_rows
-from emoe.evaluation.measure import row
 from emoe.exact.laws import exact_laws, exact_nll
-from emoe.experiment import customise
-from emoe.figures.base import save
-from emoe.figures.curves import Curve, Panel, draw
+from emoe.experiment import Experiment, customise
+from emoe.figures.curves import Curve, Panel
 from emoe.recipes import get_recipe
-from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, methods_of
 from emoe.reporting.toy import likelihood_tables
-from emoe.studies import options
+from emoe.studies import options, pipeline, stages
 from emoe.studies.demo import EXPERIMENTS
 from emoe.studies.options import flag, hidden
-from emoe.studies.pipeline import Study, write_figure
-from emoe.studies.stages import Stage, Trained, likelihood_stage, recorded
+from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
 STEPS, DRAWS, ROWS = (1, 2, 4, 8, 16), 16, 8_000
@@ -40,16 +36,30 @@ class Options(options.Options):
     runs: Path | None = flag(Path("runs/demo"), "folder of the run folders; that of the demo", recorded=False)
 
 
-def run(options: Options) -> int:
+class Study(pipeline.Study):
     """Train the demo's models and compare every named likelihood with the exact NLL of the T-step sampler."""
-    experiments = [customise(get_recipe(name), options.settings) for name in EXPERIMENTS]
-    return Study(options, experiments, _stages, _truth, functools.partial(_write, options)).run()
 
+    options: Options
 
-def _stages(trained: Trained) -> list[Stage]:
-    names = ["objective", *["nelbo"] * (not trained.method.has_latent)]
-    names += [name.format(steps) for steps in STEPS for name in BOUNDS.values()]
-    return [*(likelihood_stage(trained, name, ROWS, lambda nll, length: [nll]) for name in names), _exact(trained)]
+    def experiments(self) -> list[Experiment]:
+        """The models of the demo."""
+        return [customise(get_recipe(name), self.options.settings) for name in EXPERIMENTS]
+
+    def stages(self, run: Trained) -> list[Stage]:
+        """The likelihoods and the exact NLL."""
+        names = ["objective", *["nelbo"] * (not run.method.has_latent)]
+        names += [name.format(steps) for steps in STEPS for name in BOUNDS.values()]
+        return [*(stages.likelihood(run, name, ROWS) for name in names), _exact(run)]
+
+    def references(self, runs: Sequence[Trained]) -> list[Stage]:
+        """The NLL of the rows under the law of the data."""
+        return [_truth(run.domain, run.experiment) for run in runs[:1]]
+
+    def write(self, results: Results) -> None:
+        """The table, and bounds and exact NLL against T, a panel for each method."""
+        self.print_tables(likelihood_tables(results))
+        nll = results.only(task="toy", metric="nll")
+        self.panels("likelihood.png", [[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6)
 
 
 def _exact(trained: Trained) -> Stage:
@@ -64,44 +74,27 @@ def _exact(trained: Trained) -> Stage:
             items[steps] = Measurement("nll", exact_nll(laws.mean(0), rows).mean().item(), error, len(rows))
         return [trained.row(item, nfe=steps, convention="exact") for steps, item in items.items()]
 
-    return Stage("exact NLL", lambda results: trained.recorded(results, nfe=max(STEPS), convention="exact"), run)
+    return Stage("exact NLL", run, trained.recorded(each_nfe=STEPS, convention="exact"))
 
 
-def _truth(runs: Sequence[Trained]) -> list[Stage]:
-    """The NLL of the rows under the law of the data."""
+def _truth(toy: Domain, experiment: Experiment) -> Stage:
+    assert isinstance(toy, Toy)
+    law, recipe, seed = toy.cell_probabilities(), experiment.name, experiment.seed
 
-    def run() -> list[Row]:
-        toy, experiment = runs[0].domain, runs[0].experiment
-        assert isinstance(toy, Toy)
-        nll = exact_nll(toy.cell_probabilities(), held_out_rows(toy, ROWS, experiment.seed)).mean().item()
-        return [row(Measurement("nll", nll, None, ROWS), toy, experiment, nfe=None, method="data", convention="exact")]
+    def measure() -> list[Measurement]:
+        return stages.numbers({"nll": exact_nll(law, held_out_rows(toy, ROWS, seed)).mean().item()}, ROWS)
 
-    return [Stage("the data", lambda results: recorded(results, method="data", task="toy"), run)] * bool(runs)
-
-
-def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    """The figure, and the table on the terminal."""
-    for table in likelihood_tables(results):
-        print_table(table)
-    nll = results.only(task="toy", metric="nll")
-
-    def figure(path: Path) -> None:
-        save(draw([[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6), path)
-
-    sources = [options.results / "likelihood.json"] if nll.models.rows else []
-    return write_figure(options.results / "figures" / "likelihood.png", sources, figure)
+    return stages.reference("the law", toy, measure, "nll", recipe=recipe, seed=seed, convention="exact")
 
 
 def _panel(results: Results, method: str) -> Panel:
     """Bounds and exact NLL against T, with the objective and the data's own law as levels."""
     rows = results.select(method=method)
     named = {row.convention: row.value for row in rows}
-    curves = {
-        label: Curve(
-            [(steps, named[name.format(steps)]) for steps in STEPS if name.format(steps) in named], style=style
-        )
-        for (label, name), style in zip(BOUNDS.items(), ("-", "--"), strict=True)
-    }
+    curves = {}
+    for (label, form), style in zip(BOUNDS.items(), ("-", "--"), strict=True):
+        points = [(steps, named[name]) for steps in STEPS if (name := form.format(steps)) in named]
+        curves[label] = Curve(points, style=style)
     exact = sorted((row.nfe, row.value) for row in rows if row.convention == "exact" and row.nfe is not None)
     curves["exact NLL of the T-step sampler"] = Curve(exact, colour="black")
     levels = {"objective": named["objective"]} if "objective" in named else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from emoe.config import ConfigError
+from emoe.config import Config, ConfigError
 from emoe.experiment import Experiment, customise
 from emoe.recipes import all_recipes, get_recipe
 
@@ -37,12 +37,13 @@ def seeds_flag(*seeds: int) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Config):
     """Options that all studies have."""
 
     reserved: ClassVar[Mapping[str, str]] = {}  # fields of recipes that the study sets -> the option for them
 
     study: str = hidden("")
+    only: str | None = hidden(None)
     runs: Path | None = flag(None, "folder of the run folders; default: runs/STUDY", recorded=False)
     results: Path = flag(Path("results"), "folder of results, tables and figures", recorded=False)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N", recorded=False)
@@ -53,34 +54,32 @@ class Options:
     quiet: bool = flag(False, "no progress", recorded=False)
     settings: Mapping[str, str] = field(default_factory=dict, metadata={"help": "fields of recipes", "recorded": False})
 
-    def __post_init__(self) -> None:
-        problems = [problem for option in dataclasses.fields(self) for problem in self._problems(option)]
-        reserved = {name: self.reserved.get(name.replace("_", "-")) for name in self.settings}
-        problems += [f"{name}: the study sets it; use --{option}" for name, option in reserved.items() if option]
-        if problems:
-            raise ConfigError(problems)
+    def conflicts(self) -> Iterator[str]:
+        """Empty options, values that are not allowed, and settings that the study itself sets."""
+        for option in dataclasses.fields(self):
+            value, allowed = getattr(self, option.name), option.metadata.get("allowed")
+            if value == () != option.default:
+                yield f"{option.name}: give at least one"
+            for item in value if isinstance(value, tuple) else [value]:
+                if allowed and item is not None and item not in allowed:
+                    yield f"{option.name}: {item!r} is not known; allowed: {', '.join(allowed)}"
+        for name in self.settings:
+            if option_name := self.reserved.get(name.replace("_", "-")):
+                yield f"{name}: the study sets it; use --{option_name}"
 
-    def _problems(self, option: dataclasses.Field[Any]) -> Iterator[str]:
-        value, limits, name = getattr(self, option.name), option.metadata, option.name.replace("_", "-")
-        low, high, allowed = (limits.get(key) for key in ("low", "high", "allowed"))
-        if value == () != option.default:
-            yield f"{name}: give at least one"
-        for item in [] if value is None else value if isinstance(value, tuple) else [value]:
-            if allowed and item not in allowed:
-                yield f"{name}: {item!r} is not known; allowed: {', '.join(allowed)}"
-            elif low is not None and not item >= low:
-                yield f"{name}: must be >= {low}, got {item}"
-            elif high is not None and not item <= high:
-                yield f"{name}: must be <= {high}, got {item}"
+    @property
+    def stem(self) -> str:
+        """How the names of its files begin."""
+        return self.study
 
     @property
     def run_folder(self) -> Path:
         """Folder of the run folders."""
-        return self.runs or Path("runs") / self.study
+        return self.runs or Path("runs") / self.stem
 
     @property
     def command(self) -> str:
-        """The words of the command."""
+        """The command as it is typed, without options."""
         return f"emoe {self.study}" if self.study in ("demo", "sweep") else f"emoe reproduce {self.study}"
 
     def command_line(self) -> str:

@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,20 @@ import torch
 
 from emoe.console import Tick, meter
 from emoe.domains.base import Domain
-from emoe.engine.callbacks import Callback, Deadline, FitInfo, FitResult
+from emoe.engine.callbacks import Callback, Deadline
 from emoe.engine.signals import StopSignal
 from emoe.evaluation.measure import described
 from emoe.experiment import Experiment
+from emoe.figures.base import save
+from emoe.figures.curves import Curve, Panel, draw
 from emoe.files import replace_file
 from emoe.reporting.provenance import describe_machine
-from emoe.reporting.results import Results, RunInfo, record
+from emoe.reporting.render import print_table
+from emoe.reporting.results import Results, Row, RunInfo, mean_over_seeds, record
+from emoe.reporting.table import Table
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
-from emoe.studies.stages import TIMES, Stage, Trained
+from emoe.studies.stages import TIMES, Stage, Trained, steps_done
 
 Task = Callable[[Tick], None]
 
@@ -43,49 +47,52 @@ class Interrupted(RuntimeError):
 
 
 class Study:
-    """Experiments with the stages that measure them, and the state of the work.
+    """What is trained, how each run is measured, and what is written of the results.
 
-    Args:
-        options: Folders, device, jobs, budget.
-        experiments: What is trained, with labels for the log; an empty label is the recipe and the seed.
-        stages: What is measured of a trained run.
-        references: What is measured beside the trained runs, such as real data.
-        write: Writes tables and figures of all results and prints the main ones; returns the files that have changed.
-        name: Of the results file; default: the study's.
-        domain: Builds the data of an experiment.
-        gpu_jobs: Runs at once on a GPU, unless the options say otherwise.
-        measures_late: Trained runs are measured even after the budget is used up.
+    Subclasses override `experiments`, `stages`, `write` and, where needed, `references` and `build_domain`.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        experiments: Mapping[Experiment, str] | Sequence[Experiment],
-        stages: Callable[[Trained], list[Stage]],
-        references: Callable[[Sequence[Trained]], list[Stage]],
-        write: Callable[[Results, Sequence[Trained]], list[Path]],
-        *,
-        name: str = "",
-        domain: Callable[[Experiment], Domain] | None = None,
-        gpu_jobs: int = 6,
-        measures_late: bool = False,
-    ):
-        self.options, self.stages, self.references, self.write = options, stages, references, write
-        self.build_domain = domain or (lambda experiment: experiment.domain.build(experiment.seed))
-        self.measures_late, self.device = measures_late, pick_device(options.device)
-        self.jobs = options.jobs or (gpu_jobs if self.device.type == "cuda" else torch.get_num_threads())
-        labels = experiments if isinstance(experiments, Mapping) else dict.fromkeys(experiments, "")
-        self.runs = [Trained(self, experiment, label) for experiment, label in labels.items()]
-        self.results = options.results / f"{name or options.study}.json"
+    gpu_jobs = 6  # runs at once on a GPU, unless the options say otherwise
+    measures_past_deadline = False  # whether trained runs are measured after the budget is used up
+
+    def __init__(self, options: Options):
+        self.options, self.device = options, pick_device(options.device)
+        self.jobs = options.jobs or (self.gpu_jobs if self.device.type == "cuda" else torch.get_num_threads())
+        self.results = options.results / f"{options.stem}.json"
         self.failed: dict[str, str] = {}  # label -> the error that ended it
         self.untrained = self.unmeasured = 0  # runs and stages that are left when the budget is used up
         self.stop, self.began, self._machine = StopSignal(), time.monotonic(), describe_machine(self.device)
         self.deadline = None if options.budget is None else self.began + 60 * options.budget
+        self.written: list[Path] = []  # pages and figures that have changed
         self._domains: dict[object, Domain] = {}
         self._lock, self._local = threading.RLock(), threading.local()
+        experiments = self.experiments()
+        labels = experiments if isinstance(experiments, Mapping) else dict.fromkeys(experiments, "")
+        self.runs = [Trained(self, experiment, label) for experiment, label in labels.items()]
 
-    def run(self, only: str | None = None) -> int:
-        """Everything that is missing, or one part: train, score, draw; returns an exit code."""
+    def experiments(self) -> Mapping[Experiment, str] | Sequence[Experiment]:
+        """What is trained, with labels for the log if these are not the recipe and the seed."""
+        raise NotImplementedError
+
+    def stages(self, run: Trained) -> list[Stage]:
+        """What is measured of a trained run."""
+        raise NotImplementedError
+
+    def references(self, runs: Sequence[Trained]) -> list[Stage]:
+        """What is measured beside the trained runs, such as real data."""
+        return []
+
+    def write(self, results: Results) -> None:
+        """Write pages and figures of all results, and print the main tables."""
+        raise NotImplementedError
+
+    def build_domain(self, experiment: Experiment) -> Domain:
+        """Build the data of an experiment."""
+        return experiment.domain.build(experiment.seed)
+
+    def run(self) -> int:
+        """Everything that is missing, or one part (`options.only`): train, score, draw; returns an exit code."""
+        only = self.options.only
         with self.interruptible():
             if only in (None, "train"):
                 self.train()
@@ -137,13 +144,39 @@ class Study:
                     self._run_stage(stage, stage.name, tick)
 
     def finish(self) -> None:
-        """Write tables and figures of everything that is recorded."""
+        """Write and print everything that is recorded."""
         results = self.known()
         if results.rows:
-            written = self.write(results, self.runs)
-            self.note(f"written: {', '.join(map(str, written)) or 'nothing, all is up to date'}")
+            self.write(results)
+            self.note(f"written: {', '.join(map(str, self.written)) or 'nothing, all is up to date'}")
         else:
             print("nothing is measured yet")
+
+    def page(self, name: str, text: str) -> None:
+        """Write a page of Markdown unless it has this content."""
+        path = self.options.results / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            replace_file(path, text)
+            self.written.append(path)
+
+    def figure(self, name: str, draw: Callable[[Path], None], *, always: bool = False) -> None:
+        """Draw a figure that is missing or older than the results."""
+        path = self.options.results / "figures" / name
+        if always or not path.exists() or path.stat().st_mtime_ns < self.results.stat().st_mtime_ns:
+            draw(path)
+            self.written.append(path)
+
+    def panels(self, name: str, panels: Sequence[Sequence[Panel]], *, always: bool = False, **style: Any) -> None:
+        """A figure of lines of panels; none without panels."""
+        if any(panels):
+            self.figure(name, lambda path: save(draw(panels, **style), path), always=always)
+
+    def print_tables(self, tables: Iterable[Table]) -> None:
+        """Print tables with their notes."""
+        for table in tables:
+            print_table(table)
+            if table.note:
+                print(table.note)
 
     def close(self) -> int:
         """Report what failed and what is left; returns the exit code."""
@@ -156,7 +189,7 @@ class Study:
         return 1 if self.failed else 0
 
     def known(self) -> Results:
-        """What is recorded."""
+        """Rows that are recorded."""
         return Results.load(self.results) if self.results.exists() else Results()
 
     def domain(self, experiment: Experiment) -> Domain:
@@ -173,13 +206,13 @@ class Study:
             print(text, file=sys.stderr, flush=True)
 
     @property
-    def is_late(self) -> bool:
+    def past_deadline(self) -> bool:
         """Whether the budget is used up."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     @contextlib.contextmanager
     def _meter(self, label: str, total: int) -> Iterator[Tick]:
-        """Progress that threads share."""
+        """A progress bar with a lock, for several threads."""
         with meter(total, label, quiet=self.options.quiet) as tick:
 
             def locked(size: int, text: str) -> None:
@@ -189,7 +222,7 @@ class Study:
             yield locked
 
     def _parallel(self, label: str, total: int, tasks: Sequence[tuple[str, Task]]) -> None:
-        """Run labelled tasks, as many at once as there are jobs."""
+        """Run labelled tasks in `jobs` threads."""
         if not tasks:
             return
         with self._meter(label, total) as tick, ThreadPoolExecutor(self.jobs, initializer=self._start_thread) as pool:
@@ -209,25 +242,31 @@ class Study:
     def _attempt(self, label: str, task: Task, tick: Tick) -> None:
         stream = self._local.stream
         if self.stop.requested is None:
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream), self._tolerating(label):
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream), self._catching(label):
                 task(tick)
 
     @contextlib.contextmanager
-    def _tolerating(self, label: str) -> Iterator[None]:
-        """Note an error; the others go on."""
+    def _catching(self, label: str) -> Iterator[None]:
+        """Record the error of a task; the other tasks continue."""
         try:
             yield
         except Exception as error:
             self.failed[label] = str(error) or type(error).__name__
 
     def _train(self, run: Trained, tick: Tick) -> None:
-        if not self.is_late:
-            callbacks: list[Callback] = [RunProgress(run.label, tick, self.note)]
+        """Train a run to the end or the deadline, and note in its folder how long it took."""
+        if not self.past_deadline:
+            start = steps_done(run.path)
+            callbacks: list[Callback] = [RunProgress(run.label, start, tick, self.note)]
             callbacks += [] if self.deadline is None else [Deadline(self.deadline)]
-            train(
+            result = train(
                 run.experiment, run.path, resume=True, device=str(self.device), callbacks=callbacks, stop=self.stop,
                 domain=run.domain,
-            )  # fmt: skip
+            ).result  # fmt: skip
+            if result is not None and result.step > start:
+                part = {"from": start, "to": result.step, "seconds": round(result.seconds, 3)}
+                with (run.path / TIMES).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(part) + "\n")
         with self._lock:
             self.untrained += run.steps_left > 0
 
@@ -240,7 +279,7 @@ class Study:
         """Run a stage, if there is time left, and record its rows; count rows that enter the network meanwhile."""
         if self.stop.requested is not None:
             return
-        if self.is_late and not self.measures_late:
+        if self.past_deadline and not self.measures_past_deadline:
             with self._lock:
                 self.unmeasured += 1
             return
@@ -252,7 +291,7 @@ class Study:
             counted += size
             tick(size, label)
 
-        with self._tolerating(label), contextlib.ExitStack() as stack:
+        with self._catching(label), contextlib.ExitStack() as stack:
             methods = None if run is None else described(run.run.method, run.experiment)
             if run is not None:
                 stack.callback(run.run.method.backbone.register_forward_hook(count).remove)
@@ -267,15 +306,10 @@ class Study:
 
 
 class RunProgress(Callback):
-    """Adds the steps of one run to the common progress, and notes in its folder how long they took."""
+    """Adds the steps of one run to the common progress."""
 
-    def __init__(self, label: str, tick: Tick, note: Callable[[str], None]):
-        self.label, self.tick, self.note = label, tick, note
-        self.start, self.step, self.folder, self.text = 0, 0, Path(), label
-
-    def on_start(self, info: FitInfo) -> None:
-        """Count from the step that the run continues from."""
-        self.start, self.step, self.folder = info.start, info.start, info.run_dir
+    def __init__(self, label: str, start: int, tick: Tick, note: Callable[[str], None]):
+        self.label, self.step, self.tick, self.note, self.text = label, start, tick, note, label
 
     def on_step(self, step: int) -> None:
         """Move the bar."""
@@ -288,28 +322,13 @@ class RunProgress(Callback):
         if "warning" in record:
             self.note(f"{self.label}: step {record['step']}: {record['warning']}")
 
-    def on_end(self, result: FitResult | None) -> None:
-        """Note the time of this part of the training."""
-        if result is not None and result.step > self.start:
-            part = {"from": self.start, "to": result.step, "seconds": round(result.seconds, 3)}
-            with (self.folder / TIMES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(part) + "\n")
 
-
-def write_page(path: Path, text: str) -> list[Path]:
-    """Write a file unless it has this content; the paths that have changed."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return []
-    replace_file(path, text)
-    return [path]
-
-
-def write_figure(
-    path: Path, sources: Sequence[Path], make: Callable[[Path], None], *, anew: bool = False
-) -> list[Path]:
-    """Write a figure that is missing, older than one of its sources, or wanted anew; the paths that have changed."""
-    ages = [source.stat().st_mtime_ns for source in sources if source.exists()]
-    if not anew and path.exists() and max(ages, default=0) <= path.stat().st_mtime_ns:
-        return []
-    make(path)
-    return [path]
+def mean_curve(rows: Iterable[Row], x: Callable[[Row], float | None], *, colour: str = "", style: str = "-") -> Curve:
+    """Means over seeds of rows of one metric against x, with their standard errors; rows without x are left out."""
+    groups: dict[float, list[Row]] = {}
+    for row in rows:
+        if (value := x(row)) is not None:
+            groups.setdefault(value, []).append(row)
+    means = {value: mean for value in sorted(groups) if (mean := mean_over_seeds(groups[value], measured=True))}
+    points = [(value, mean.mean) for value, mean in means.items()]
+    return Curve(points, [mean.stderr for mean in means.values()], colour=colour or None, style=style)

@@ -1,6 +1,6 @@
 """Arrays of a run in one compressed .npz file with a manifest: pools of samples, and features of them.
 
-The files are small, so that a stage can run on a machine that gets nothing else: tokens of 16 bits.
+Tokens have 16 bits, so that the files are small: a machine needs nothing else to score them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Archive:
         replace_file(self.path, buffer.getvalue())
 
     def keys(self) -> list[PoolKey]:
-        """The pools in it, those of fewest calls first."""
+        """Its pools, by variant and NFE."""
         return sorted(map(PoolKey.parse, self.arrays), key=lambda key: (key.variant or "", key.nfe))
 
     def rows(self, key: PoolKey) -> int:
@@ -87,7 +87,7 @@ class Archive:
 
 
 def digest(*arrays: Array) -> str:
-    """A checksum of arrays, which tells whether results belong to them."""
+    """A checksum of arrays; results with another checksum are out of date."""
     sha256 = hashlib.sha256()
     for array in arrays:
         sha256.update(f"{array.dtype} {array.shape}\n".encode())

@@ -16,7 +16,7 @@ _SIGNS = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 
 def escape(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text for Markdown."""
     return _SIGNS.sub(r"\\\1", escape_html(text, quote=False))
 
 
@@ -36,8 +36,7 @@ def samples_page(pools: Sequence[Archive], results: Results, tables: str) -> str
             lines = [f"## {escape(data)}, NFE {nfe}\n"]
             for pool in own:
                 for key in [PoolKey(nfe), *(PoolKey(nfe, name) for name in VARIANTS)]:
-                    shown = pool.manifest["pools"].get(str(key), {}).get("shown", ())
-                    if shown:
+                    if shown := pool.manifest["pools"].get(str(key), {}).get("shown", ()):
                         title = _title(pool, key, results, changes)
                         lines += [f"**{title}**\n", *(f"- {escape(text)}" for text in shown), ""]
             parts.append("\n".join(lines))
@@ -45,12 +44,8 @@ def samples_page(pools: Sequence[Archive], results: Results, tables: str) -> str
 
 
 def _title(pool: Archive, key: PoolKey, results: Results, common_changes: Mapping[str, str]) -> str:
-    manifest = pool.manifest
-    changes = parse(manifest["recipe"]).changes
-    own = as_typed({name: text for name, text in changes.items() if name not in common_changes})
-    words = [
-        results.label(manifest["method"]),
-        f"({own})" * bool(own),
-        f"seed {manifest['seed']}" * bool(manifest["seed"]),
-    ]
-    return escape(", ".join(filter(None, [*words, VARIANTS[key.variant].label if key.variant else ""])))
+    recipe, seed = parse(pool.manifest["recipe"]), pool.manifest["seed"]
+    own = as_typed({name: text for name, text in recipe.changes.items() if name not in common_changes})
+    variant = VARIANTS[key.variant].label if key.variant else ""
+    words = [results.label(pool.manifest["method"]), f"({own})" * bool(own), f"seed {seed}" * bool(seed), variant]
+    return escape(", ".join(filter(None, words)))

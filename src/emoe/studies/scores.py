@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,17 @@ from torch import Tensor
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.gen_ppl import SETTINGS, score
-from emoe.evaluation.likelihood import estimate_nll, held_out_rows, in_units
+from emoe.evaluation.likelihood import estimate_nll, held_out_rows
 from emoe.evaluation.mauve import SCALING, SEEDS, mauve
 from emoe.files import replace_file
 from emoe.reporting.results import Results, Row
 from emoe.reporting.text import in_setting
 from emoe.runs.train import load_run
+from emoe.studies import stages
 from emoe.studies.eval_lm import EvalLMRun
 from emoe.studies.pools import Archive, PoolKey, digest
-from emoe.studies.stages import Stage, recorded
+from emoe.studies.sets import describe_text
+from emoe.studies.stages import Stage
 from emoe.types import Likelihood, Measurement
 
 COMPONENTS = 100  # of stored features
@@ -60,36 +63,12 @@ def reduce(features: Float[Tensor, "n F"], mean: Tensor, directions: Tensor) -> 
     return reduced.astype("<f2")
 
 
-def in_tokens(nll: Measurement, length: int) -> list[Measurement]:
-    """An NLL in nats per row as nats per token and as perplexity."""
-    error = None if nll.stderr is None else nll.stderr / length
-    return [Measurement("nll_token", nll.value / length, error, nll.n), in_units(nll, length)[2]]
-
-
 def manifest_row(
-    manifest: Mapping[str, Any], item: Measurement, nfe: int | None = None, name: str | None = None
+    manifest: Mapping[str, Any], item: Measurement, *, nfe: int | None = None, convention: str | None = None
 ) -> Row:
-    """A measurement as a row of the run that a manifest describes; `name` is the convention."""
-    data, method, recipe, seed = (manifest[key] for key in ("data", "method", "recipe", "seed"))
-    return Row(
-        task="text", data=data, method=method, recipe=recipe, seed=seed, nfe=nfe, metric=item.metric, convention=name,
-        value=item.value, stderr=item.stderr, n=item.n,
-    )  # fmt: skip
-
-
-def reference_row(data: str, item: Measurement, name: str | None = None) -> Row:
-    """A measurement of held-out text."""
-    return manifest_row({"data": data, "method": "data", "recipe": "reference", "seed": None}, item, name=name)
-
-
-def describe_text(text: Text) -> dict[str, Any]:
-    """The held-out rows of a set and its tokens, by checksum."""
-    manifest, space = text.manifest, text.space
-    return {
-        "data": text.name, "split": text.held_out, "split_sha256": manifest["splits"][text.held_out]["sha256"],
-        "tokenizer": manifest["tokenizer"]["sha256"], "length": space.length, "size": space.size, "mask": space.mask_id,
-        "packing": manifest.get("packing"),
-    }  # fmt: skip
+    """A measurement as a row of the run that a manifest describes."""
+    run = {name: manifest[name] for name in ("data", "method", "recipe", "seed")}
+    return Row(task="text", nfe=nfe, convention=convention, **run, **vars(item))
 
 
 @dataclass
@@ -114,50 +93,52 @@ class Scoring:
         return RunLM(load_run(run.best_path, device=run.device, domain=self.lm_text or self.text))
 
     def stages(self, pools: Sequence[Archive]) -> list[Stage]:
-        """Of the held-out rows first, then of every pool."""
+        """Stages of the held-out rows, then of every pool."""
         return [self.reference_stage(), *(self.score_stage(pool, key) for pool in pools for key in pool.keys())]
 
     def reference_stage(self) -> Stage:
         """The evaluation LM on held-out rows: its likelihood, its best step, principal components of its features."""
-        data, recipe, seed = self.text.name, self.lm_run.experiment.name, self.lm_run.experiment.seed
-        manifest = {"data": data, "method": "judge", "recipe": recipe, "seed": seed}
-        made_of = {"judge": self.lm.sha256, "split": describe_text(self.text)["split_sha256"]}
+        text, reference, experiment = self.text, self.reference, self.lm_run.experiment
+        own = {"data": text.name, "method": "judge", "recipe": experiment.name, "seed": experiment.seed}
+        made_of = {"judge": self.lm.sha256, "split": describe_text(text)["split_sha256"]}
 
         def run() -> list[Row]:
-            rows, best = held_out_rows(self.text, None, 0), self.lm_run.best()
-            features = self.lm.features(self.text, rows)
+            rows, best = held_out_rows(text, None, 0), self.lm_run.best()
+            features = self.lm.features(text, rows)
             mean, directions, share = principal_components(features)
-            exact = estimate_nll(self.lm.run.method, held_out_rows(self.text, self.rows, 0), Likelihood("exact"))
+            reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy()}
+            reference.arrays["features"] = reduce(features, mean, directions)
+            pca = {
+                "dimensions": directions.shape[1], "of": directions.shape[0], "variance_kept": round(share, 4),
+                "fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16",
+            }  # fmt: skip
+            reference.manifest = describe_text(text) | {
+                "judge": self.lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS),
+                "pca": pca, "mauve": {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"},
+            }  # fmt: skip
+            reference.save()
+            replace_file(self.page, json.dumps(reference.manifest, indent=1, sort_keys=True) + "\n")
+            exact = estimate_nll(self.lm.run.method, held_out_rows(text, self.rows, 0), Likelihood("exact"))
+            named = stages.in_metrics(exact, self.lm.context, ("nll_token", "ppl"))
             values: dict[str, float] = {"judge_step": self.lm.run.step, "pca_dimensions": directions.shape[1]}
             values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
-            items = [Measurement(metric, value, None, None) for metric, value in values.items()]
-            items.append(Measurement("pca_share", 100 * share, None, len(rows)))
-            real = {setting: score(self.lm, self.text, rows, setting).perplexity() for setting in SETTINGS}
-            self.reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy()}
-            self.reference.arrays["features"] = reduce(features, mean, directions)
-            components = {
-                "dimensions": directions.shape[1],
-                "of": directions.shape[0],
-                "variance_kept": round(share, 4),
-            }
-            fitted = {"fitted_on": f"{self.text.held_out} rows of {data}", "rows": len(rows), "stored_as": "float16"}
-            self.reference.manifest = describe_text(self.text) | {
-                "judge": self.lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS),
-                "pca": components | fitted,
-                "mauve": {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"},
-            }  # fmt: skip
-            self.reference.save()
-            replace_file(self.page, json.dumps(self.reference.manifest, indent=1, sort_keys=True) + "\n")
-            named = [manifest_row(manifest, item, name="exact") for item in in_tokens(exact, self.lm.context)]
-            others = [manifest_row(manifest, item) for item in items]
-            return named + others + [reference_row(data, item, setting) for setting, item in real.items()]
+            items = [*stages.numbers(values), *stages.numbers({"pca_share": 100 * share}, len(rows))]
+            data = {"data": text.name, "method": "data", "recipe": "reference", "seed": None}
+            real = {setting: score(self.lm, text, rows, setting).perplexity() for setting in SETTINGS}
+            return [
+                *(manifest_row(own, item, convention="exact") for item in named),
+                *(manifest_row(own, item) for item in items),
+                *(manifest_row(data, item, convention=setting) for setting, item in real.items()),
+            ]
+
+        likelihood = stages.recorded(n=self.rows, method="judge", metric="ppl", data=text.name, recipe=experiment.name)
+        perplexity = stages.recorded(method="data", metric="gen_ppl", data=text.name)
 
         def done(results: Results) -> bool:
-            same = self.reference.manifest.get("made_of") == made_of and self.page.exists()
-            own = recorded(results, n=self.rows, method="judge", metric="ppl", data=data, recipe=recipe)
-            return same and own and recorded(results, method="data", metric="gen_ppl", data=data)
+            same = reference.manifest.get("made_of") == made_of and self.page.exists()
+            return same and likelihood(results) and perplexity(results)
 
-        return Stage(f"held-out rows of {data}", done, run)
+        return Stage(f"held-out rows of {text.name}", run, done)
 
     def score_stage(self, pool: Archive, key: PoolKey) -> Stage:
         """Perplexities and features of a pool."""
@@ -173,40 +154,45 @@ class Scoring:
             scored = features.manifest.get("scored", {}) | {str(key): made_of}
             features.manifest |= own | {"judge": self.lm.describe(), "scored": scored}
             features.save()
-            return [manifest_row(own, item, key.nfe, name) for name, item in items.items()]
+            return [manifest_row(own, item, nfe=key.nfe, convention=name) for name, item in items.items()]
+
+        same = {name: own[name] for name in ("data", "recipe", "seed")} | {"metric": "gen_ppl"}
+        checks = [stages.recorded(convention=name, nfe=key.nfe, **same) for name in names]
 
         def done(results: Results) -> bool:
-            same = {k: own[k] for k in ("data", "recipe", "seed")} | {"metric": "gen_ppl", "nfe": key.nfe}
             scored = Archive.open(path).manifest.get("scored", {}).get(str(key)) == made_of
-            return scored and all(recorded(results, convention=name, **same) for name in names)
+            return scored and all(check(results) for check in checks)
 
-        return Stage(f"{pool.path.stem}, {key}", done, run)
+        return Stage(f"{pool.path.stem}, {key}", run, done)
 
 
 def mauve_stages(folder: Path) -> list[Stage]:
     """MAUVE of every pool whose features, and those of its held-out rows, are in a folder."""
     archives = [Archive.open(path) for path in sorted(folder.glob("*.npz")) if not path.name.startswith("reference-")]
-    pairs = [(one, Archive.open(folder / f"reference-{one.manifest['data']}.npz").arrays) for one in archives]
-    return [_mauve_stage(one, key, real["features"]) for one, real in pairs if real for key in one.keys()]
+    names = {archive.manifest["data"] for archive in archives}
+    real = {name: Archive.open(folder / f"reference-{name}.npz").arrays.get("features") for name in names}
+    pairs = [(archive, real[archive.manifest["data"]]) for archive in archives]
+    return [_mauve_stage(archive, key, rows) for archive, rows in pairs if rows is not None for key in archive.keys()]
 
 
-def _mauve_stage(features: Archive, key: PoolKey, real: NDArray[np.float16]) -> Stage:
+def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> Stage:
     """MAUVE in percent, from as many rows of both as the fewer has, and its spread over seeds of k-means."""
-    samples = features.arrays[str(key)]
+    samples, manifest = archive.arrays[str(key)], archive.manifest
     n = min(len(samples), len(real))
     made_of = digest(samples[:n], real[:n])
 
     def run() -> list[Row]:
-        value = mauve(torch.from_numpy(samples[:n].astype(np.float64)), torch.from_numpy(real[:n].astype(np.float64)))
-        items = [Measurement("mauve", 100 * value.mean, None, n)]
-        items += [] if value.spread is None else [Measurement("mauve_spread", 100 * value.spread, None, n)]
-        features.manifest.setdefault("mauve", {})[str(key)] = made_of
-        features.save()
-        return [manifest_row(features.manifest, item, key.nfe, key.variant) for item in items]
+        values = mauve(torch.from_numpy(samples[:n].astype(np.float64)), torch.from_numpy(real[:n].astype(np.float64)))
+        manifest.setdefault("mauve", {})[str(key)] = made_of
+        archive.save()
+        percent = {"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}
+        items = stages.numbers(percent, n)
+        return [manifest_row(manifest, item, nfe=key.nfe, convention=key.variant) for item in items]
+
+    same = {name: manifest[name] for name in ("data", "recipe", "seed")} | {"metric": "mauve"}
+    known = stages.recorded(nfe=key.nfe, convention=key.variant, **same)
 
     def done(results: Results) -> bool:
-        same = {name: features.manifest[name] for name in ("data", "recipe", "seed")}
-        known = recorded(results, metric="mauve", nfe=key.nfe, convention=key.variant, **same)
-        return known and features.manifest.get("mauve", {}).get(str(key)) == made_of
+        return known(results) and manifest.get("mauve", {}).get(str(key)) == made_of
 
-    return Stage(f"MAUVE of {features.path.stem}, {key}", done, run)
+    return Stage(f"MAUVE of {archive.path.stem}, {key}", run, done)

@@ -1,40 +1,47 @@
-"""The prepared sets of the text study: where they are on this machine, and whether they fit together."""
+"""The prepared sets of the text study: their folders on this machine, and whether they fit together."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from emoe.domains.base import DataError
 from emoe.domains.text.data import Text, TextConfig, read_manifest
-from emoe.studies.scores import describe_text
 
 
+def describe_text(text: Text) -> dict[str, Any]:
+    """The held-out rows of a set and its tokens, by checksum."""
+    manifest, space = text.manifest, text.space
+    return {
+        "data": text.name, "split": text.held_out, "split_sha256": manifest["splits"][text.held_out]["sha256"],
+        "tokenizer": manifest["tokenizer"]["sha256"], "length": space.length, "size": space.size, "mask": space.mask_id,
+        "packing": manifest.get("packing"),
+    }  # fmt: skip
+
+
+@dataclass
 class Sets:
-    """Sets by their configs.
+    """Text of the models, of the evaluation LM and of --zero-shot; a folder replaces the path of a config."""
 
-    Args:
-        config: The models' text.
-        lm_config: The text of the evaluation LM.
-        folder: Where the first is, if not at its path.
-        lm_folder: Where the second is.
-        zero_shot: Text from elsewhere.
-    """
+    config: Any
+    lm_config: Any
+    folder: Path | None
+    lm_folder: Path | None
+    zero_shot: Path | None
+    _built: dict[TextConfig, Text] = field(default_factory=dict)
 
-    def __init__(
-        self, config: Any, lm_config: Any, folder: Path | None, lm_folder: Path | None, zero_shot: Path | None
-    ):
-        self.config, self.lm_config, self.zero_shot = config, lm_config, zero_shot
-        self.folders = {config.path: folder or Path(config.path), lm_config.path: lm_folder or Path(lm_config.path)}
-        self._built: dict[TextConfig, Text] = {}
+    def path(self, config: Any) -> Path:
+        """The folder of a set."""
+        return (self.folder if config.path == self.config.path else self.lm_folder) or Path(config.path)
 
     def open(self, config: Any) -> Text:
-        """A set, which has the name of its path wherever it is."""
+        """A set, named after the path of its config even if it is in another folder."""
         if config not in self._built:
-            self._built[config] = Text(config, self.folders[config.path])
+            self._built[config] = Text(config, self.path(config))
         return self._built[config]
 
     @functools.cached_property
@@ -46,8 +53,8 @@ class Sets:
             return None
 
     @functools.cached_property
-    def elsewhere(self) -> Text | None:
-        """The text of --zero-shot, which must have the tokens of the models."""
+    def zero_shot_text(self) -> Text | None:
+        """The text of --zero-shot, which must have the tokenizer of the models."""
         if self.zero_shot is None:
             return None
         text, own = TextConfig(path=str(self.zero_shot)).build(0), self.open(self.config)
@@ -56,11 +63,11 @@ class Sets:
             raise DataError(f"zero-shot: {problem}; prepare it with the same")
         return text
 
-    def holding(self, manifest: Mapping[str, Any]) -> Text:
+    def matching(self, manifest: Mapping[str, Any]) -> Text:
         """A set with the tokens and held-out rows of a pool: that of the models, or of the evaluation LM."""
         for config in (self.config, self.lm_config):
             try:
-                splits = read_manifest(self.folders[config.path])["splits"]
+                splits = read_manifest(self.path(config))["splits"]
             except DataError:
                 continue
             for split in ("test", "valid"):
@@ -77,34 +84,32 @@ class Sets:
 
     def check(self) -> None:
         """Refuse a missing set with the option for it."""
-        try:
-            read_manifest(self.folders[self.config.path])
-        except DataError as error:
-            problem = str(error).partition(";")[0]
-            raise DataError(f"set: {problem}; give --set FOLDER, which emoe data prepare wrote") from None
+        self._manifest(self.config, "set", "give --set FOLDER, which emoe data prepare wrote")
 
     def check_eval_lm(self) -> None:
         """Refuse, before anything is trained, text of the evaluation LM that is missing or not other text."""
-        folder = self.folders[self.lm_config.path]
-        try:
-            own = read_manifest(folder)
-        except DataError as error:
-            raise DataError(
-                f"eval-lm-set: {str(error).partition(';')[0]}; give --eval-lm-set FOLDER, text that no model saw, "
-                "prepared with the same tokenizer, or one part alone: --only train"
-            ) from None
+        remedy = "give --eval-lm-set FOLDER, text that no model saw, prepared with the same tokenizer"
+        own = self._manifest(self.lm_config, "eval-lm-set", f"{remedy}, or one part alone: --only train")
+        problems = []
         if "valid" not in own["splits"]:
-            problem = "has no validation rows, which decide when to stop; prepare it with --split"
-            raise DataError(f"eval-lm-set: {folder} {problem}")
+            problems.append("has no validation rows, which decide when to stop; prepare it with --split")
         try:
-            other = read_manifest(self.folders[self.config.path])
+            other = read_manifest(self.path(self.config))
         except DataError:
-            return  # the evaluation LM may be trained on a machine without the models' text
+            other = own | {"inputs": []}  # the evaluation LM may be trained on a machine without the models' text
         if (own["tokenizer"]["sha256"], own["length"]) != (other["tokenizer"]["sha256"], other["length"]):
-            problem = "has another tokenizer or length than --set; prepare it with the same"
-            raise DataError(f"eval-lm-set: {folder} {problem}")
+            problems.append("has another tokenizer or length than --set; prepare it with the same")
         known = {item["sha256"] for item in other["inputs"]}
-        for item in own["inputs"]:
-            if "train" in item["starts"] and item["sha256"] in known:
-                problem = f"trains on {item['path']}, which is in --set too; leave that file out of it"
-                raise DataError(f"eval-lm-set: {folder} {problem}")
+        problems += [
+            f"trains on {item['path']}, which is in --set too; leave that file out of it"
+            for item in own["inputs"]
+            if "train" in item["starts"] and item["sha256"] in known
+        ]
+        if problems:
+            raise DataError(f"eval-lm-set: {self.path(self.lm_config)} {problems[0]}")
+
+    def _manifest(self, config: Any, option: str, remedy: str) -> dict[str, Any]:
+        try:
+            return read_manifest(self.path(config))
+        except DataError as error:
+            raise DataError(f"{option}: {str(error).partition(';')[0]}; {remedy}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -18,7 +19,7 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, passes
+from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, in_units, passes
 from emoe.evaluation.measure import exact_rows, row
 from emoe.experiment import Experiment
 from emoe.methods.base import Method, SamplerConfig
@@ -34,16 +35,22 @@ if TYPE_CHECKING:
 
 SHOWN = 2  # samples of a pool that are kept as text
 TIMES = "times.jsonl"  # in a run folder: seconds of every part of its training
-Units = Callable[[Measurement, int], Sequence[Measurement]]
+Check = Callable[[Results], bool]
 
 
 class Stage(NamedTuple):
-    """A piece of work whose rows are recorded as soon as they are there."""
+    """A piece of work whose rows are recorded as soon as it is done."""
 
     name: str
-    done: Callable[[Results], bool]
     run: Callable[[], list[Row]]
+    done: Check
     rows: int = 1  # through the network, for the progress
+
+
+def recorded(*, n: int = 0, each_nfe: Sequence[int] = (), **where: Any) -> Check:
+    """A check that results hold a number, or one at each of several NFE, from at least `n` samples or rows."""
+    parts = [{**where, "nfe": nfe} for nfe in each_nfe] or [where]
+    return lambda results: all(any((row.n or 0) >= n for row in results.select(**part)) for part in parts)
 
 
 class Trained:
@@ -61,7 +68,7 @@ class Trained:
 
     @property
     def domain(self) -> Domain:
-        """Its data."""
+        """The data of the run."""
         return self.study.domain(self.experiment)
 
     @functools.cached_property
@@ -72,9 +79,10 @@ class Trained:
 
     @functools.cached_property
     def pools(self) -> Archive:
-        """Its samples."""
-        archive, one = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.experiment
-        archive.manifest |= {"recipe": one.name, "method": one.method_name, "seed": one.seed, "data": self.domain.name}
+        """The samples of the run."""
+        archive, config = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.experiment
+        archive.manifest |= {"recipe": config.name, "method": config.method_name, "seed": config.seed}
+        archive.manifest["data"] = self.domain.name
         return archive
 
     @functools.cached_property
@@ -94,22 +102,34 @@ class Trained:
         """A measurement as a row of results."""
         return row(item, self.domain, self.experiment, nfe=nfe, convention=convention)
 
-    def recorded(self, results: Results, *, n: int = 0, **where: Any) -> bool:
-        """Whether results hold a number of this run, from at least `n` samples or rows."""
-        return recorded(results, n=n, recipe=self.experiment.name, seed=self.experiment.seed, **where)
+    def recorded(self, **where: Any) -> Check:
+        """`recorded` of this run."""
+        return recorded(recipe=self.experiment.name, seed=self.experiment.seed, **where)
 
-    def stage(self, name: str, metric: str, items: Callable[[], Mapping[str, float]]) -> Stage:
-        """A stage of plain numbers, which is done when `metric` is recorded."""
-
-        def run() -> list[Row]:
-            return [self.row(Measurement(name, value, None, None)) for name, value in items().items()]
-
-        return Stage(name, lambda results: self.recorded(results, metric=metric), run)
+    def stage(self, name: str, metric: str, measure: Callable[[], Iterable[Measurement]], *, n: int = 0) -> Stage:
+        """A stage of numbers without NFE and convention, done when `metric` is recorded."""
+        return Stage(name, lambda: [self.row(item) for item in measure()], self.recorded(metric=metric, n=n))
 
 
-def recorded(results: Results, *, n: int = 0, **where: Any) -> bool:
-    """Whether results hold a number from at least `n` samples or rows."""
-    return any((row.n or 0) >= n for row in results.select(**where))
+def reference(
+    name: str, domain: Domain, measure: Callable[[], Iterable[Measurement]], metric: str, *, n: int = 0, **fields: Any
+) -> Stage:
+    """Measure a reference, such as real data; done when `metric` is recorded from at least `n` samples or rows.
+
+    `fields` of its rows differ from: method data, recipe reference, and no seed, NFE and convention.
+    """
+    none = dict.fromkeys(("seed", "nfe", "convention"))
+    same: dict[str, Any] = {"data": domain.name, "method": "data", "recipe": "reference", **none, **fields}
+
+    def run() -> list[Row]:
+        return [Row(task=domain.task, **same, **vars(item)) for item in measure()]
+
+    return Stage(f"{name} of {domain.name}", run, recorded(metric=metric, n=n, **same))
+
+
+def numbers(values: Mapping[str, float], n: int | None = None) -> list[Measurement]:
+    """Measurements without errors."""
+    return [Measurement(metric, value, None, n) for metric, value in values.items()]
 
 
 def steps_done(run: Path) -> int:
@@ -127,30 +147,28 @@ def run_name(experiment: Experiment) -> str:
     return f"{experiment.name.partition(' ')[0]}-seed{experiment.seed}-{digest}"
 
 
-def time_stage(trained: Trained) -> Stage:
-    """Seconds of training and milliseconds of a step, logging and saving included; nothing where none were noted."""
+def times(trained: Trained) -> list[Stage]:
+    """Seconds of training and milliseconds of a step, logging and saving included; no stage without recorded times."""
     file = trained.path / TIMES
     parts = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     steps, seconds = sum(part["to"] - part["from"] for part in parts), math.fsum(part["seconds"] for part in parts)
-
-    def run() -> list[Row]:
-        values = {"train_s": seconds, "step_ms": 1000 * seconds / steps}
-        return [trained.row(Measurement(name, value, None, steps)) for name, value in values.items()]
-
-    return Stage("time", lambda results: not steps or trained.recorded(results, metric="step_ms", n=steps), run)
+    if not steps:
+        return []
+    items = numbers({"train_s": seconds, "step_ms": 1000 * seconds / steps}, steps)
+    return [trained.stage("time", "step_ms", lambda: items, n=steps)]
 
 
-def size_stage(trained: Trained) -> Stage:
+def sizes(trained: Trained) -> Stage:
     """Parameters, and those that sampling uses: of each set of experts one, and no encoder."""
 
-    def sizes() -> dict[str, float]:
+    def measure() -> list[Measurement]:
         method = trained.run.method
-        return {"params": total_parameters(method), "params_active": active_parameters(method.backbone)}
+        return numbers({"params": total_parameters(method), "params_active": active_parameters(method.backbone)})
 
-    return trained.stage("sizes", "params_active", sizes)
+    return trained.stage("sizes", "params_active", measure)
 
 
-def pool_stage(
+def pool(
     trained: Trained,
     key: PoolKey,
     samples: int,
@@ -162,8 +180,8 @@ def pool_stage(
 ) -> Stage:
     """Draw a pool of samples and measure it.
 
-    The first `keep` samples are kept, with the text that `write` makes of very few. `settings` are fields that are
-    changed for these samples, of which `key` has the name; the sampler is the experiment's by default.
+    The first `keep` samples are saved, and `SHOWN` of them as text by `write`. `settings` are fields changed for this
+    pool, named by the variant of `key`; the sampler is the experiment's by default.
     """
     experiment, archive, keep = trained.experiment, trained.pools, min(keep, samples)
     sampler, pools = sampler or experiment.eval.sampler, archive.manifest.setdefault("pools", {})
@@ -186,9 +204,9 @@ def pool_stage(
 
     def done(results: Results) -> bool:
         kept = pools.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
-        return kept and trained.recorded(results, nfe=key.nfe, convention=key.variant)
+        return kept and trained.recorded(nfe=key.nfe, convention=key.variant)(results)
 
-    return Stage(f"NFE {key.nfe}" + f", {key.variant}" * bool(key.variant), done, run, samples * key.nfe)
+    return Stage(f"NFE {key.nfe}" + f", {key.variant}" * bool(key.variant), run, done, samples * key.nfe)
 
 
 def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
@@ -197,50 +215,48 @@ def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
     return [name for name in wanted if Likelihood.parse(name).kind in kinds]
 
 
-def likelihood_stage(
+def in_metrics(nll: Measurement, length: int, metrics: Sequence[str]) -> list[Measurement]:
+    """An NLL in nats per row as some of nll, nll_token, bpd and ppl."""
+    error = None if nll.stderr is None else nll.stderr / length
+    items = [*in_units(nll, length), Measurement("nll_token", nll.value / length, error, nll.n)]
+    named = {item.metric: item for item in items}
+    return [named[metric] for metric in metrics]
+
+
+def likelihood(
     trained: Trained,
     name: str,
     count: int,
-    units: Units,
+    metrics: Sequence[str] = ("nll",),
     *,
     batch: int | None = None,
     factorised: Callable[..., float] = factorised_nll,
-    elsewhere: Domain | None = None,
+    zero_shot: Domain | None = None,
 ) -> Stage:
     """Estimate a named likelihood of `count` held-out rows, or all; with bound@1 of a latent the coordination gain too.
 
-    Args:
-        trained: The run.
-        name: The likelihood.
-        count: Number of rows.
-        units: The measurements to record, of an NLL in nats per row and the length of a row.
-        batch: Rows of a network call; another number gives another estimate.
-        factorised: NLL of the best factorised step, of training rows, rows and the number of symbols.
-        elsewhere: Other data that the rows come from.
+    `batch` are the rows of a network call; another number gives another estimate. `factorised` gives the NLL of the
+    best factorised step. With `zero_shot` the rows come from other data, and metrics begin with `zero_shot_`.
     """
-    likelihood, seed, source = Likelihood.parse(name), trained.experiment.seed, elsewhere or trained.domain
+    likelihood, seed, source = Likelihood.parse(name), trained.experiment.seed, zero_shot or trained.domain
     count = min(count, source.fresh_rows or count)
 
     def run() -> list[Row]:
-        rows = held_out_rows(source, count, seed)
+        rows, length = held_out_rows(source, count, seed), source.space.length
         nll = estimate_nll(trained.run.method, rows, likelihood, seed=seed, batch=batch)
-        items = list(units(nll, source.space.length))
-        if name == "bound@1" and trained.run.method.has_latent and elsewhere is None:
-            best = factorised(source.rows, rows, source.space.size)
-            items.append(coordination_gain(nll, best, source.space.length))
+        items = in_metrics(nll, length, metrics)
+        if zero_shot is not None:
+            items = [dataclasses.replace(item, metric=f"zero_shot_{item.metric}") for item in items]
+        elif name == "bound@1" and trained.run.method.has_latent:
+            items.append(coordination_gain(nll, factorised(source.rows, rows, source.space.size), length))
         return [row(item, source, trained.experiment, nfe=None, convention=name) for item in items]
 
-    def done(results: Results) -> bool:
-        return trained.recorded(results, n=count, data=source.name, convention=name)
-
-    return Stage(name + f" of {source.name}" * (elsewhere is not None), done, run, passes(likelihood) * count)
+    done = trained.recorded(n=count, data=source.name, convention=name)
+    return Stage(name + f" of {source.name}" * (zero_shot is not None), run, done, passes(likelihood) * count)
 
 
-def exact_stage(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
+def exact(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
     """Measures of the exact laws of a toy's samplers; by default at the NFE of the experiment."""
     nfe = nfe or trained.experiment.eval.nfe
-
-    def done(results: Results) -> bool:
-        return all(trained.recorded(results, metric="kl", nfe=steps, convention="exact") for steps in nfe)
-
-    return Stage("exact laws", done, lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe))
+    done = trained.recorded(metric="kl", each_nfe=nfe, convention="exact")
+    return Stage("exact laws", lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe), done)

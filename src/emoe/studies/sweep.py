@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from emoe.config import ConfigError, hint, to_dict
+from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
-from emoe.evaluation.likelihood import HELD_OUT, in_units
+from emoe.evaluation.likelihood import HELD_OUT
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write
-from emoe.reporting.render import markdown, print_table
+from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, mean_of
 from emoe.reporting.table import Table
-from emoe.studies import options
+from emoe.studies import options, pipeline, stages
 from emoe.studies.options import LARGEST_SEED, flag, hidden
-from emoe.studies.pipeline import Study, write_page
 from emoe.studies.pools import PoolKey
-from emoe.studies.stages import Stage, Trained, exact_stage, likelihood_stage, pool_stage, time_stage
+from emoe.studies.stages import Stage, Trained
 
 EXACT = ("validity", "overlap", "nll", "kl")  # of a toy model's law, without sampling noise
 GAIN = "coordination_gain"  # from bound@1: it has no NFE
@@ -54,37 +51,72 @@ class Options(options.Options):
     out: Path | None = flag(None, "folder; default: runs/sweep/NAME", recorded=False)
     runs: Path | None = hidden(None)
     results: Path = hidden(Path())
+    stem = "results"
 
 
-def run(options: Options) -> int:
+class Study(pipeline.Study):
     """Train a recipe under many settings and compare each with the recipe itself."""
-    if not re.fullmatch(r"\w[\w.-]*", options.name):
-        raise ConfigError([f"name: expected letters, digits, dots and dashes, got {options.name!r}"])
-    trials, out = make_trials(options), options.out or Path("runs/sweep") / options.name
-    check_metrics(options.metric, trials["base"])
-    own = dataclasses.replace(options, runs=out / "runs", results=out)
-    tasks = [as_text(task) for task in tasks_of(options) for _ in options.seeds or "-"]
-    labels = {
-        one: ", ".join(filter(None, [name, task, f"seed {one.seed}"]))
-        for name, trial in trials.items()
-        for task, one in zip(tasks, trial, strict=True)
-    }
-    stages, write = functools.partial(_stages, own), functools.partial(_write, own, trials)
-    study = Study(own, labels, stages, lambda runs: [], write, name="results", measures_late=True)
-    study.run()
-    return int(len(study.failed) == len(labels))  # a trial that fails is a result, too
 
+    options: Options
+    measures_past_deadline = True
 
-# --- Trials ----------------------------------------------------------------------------------------------------------
+    def __init__(self, options: Options):
+        if not re.fullmatch(r"\w[\w.-]*", options.name):
+            raise ConfigError([f"name: expected letters, digits, dots and dashes, got {options.name!r}"])
+        self.trials = make_trials(options)
+        check_metrics(options.metric, self.trials["base"])
+        out = options.out or Path("runs/sweep") / options.name
+        super().__init__(dataclasses.replace(options, runs=out / "runs", results=out))
+
+    def experiments(self) -> dict[Experiment, str]:
+        """Every trial on every task with every seed."""
+        tasks = [as_text(task) for task in tasks_of(self.options) for _ in self.options.seeds or "-"]
+        return {
+            experiment: ", ".join(filter(None, [name, task, f"seed {experiment.seed}"]))
+            for name, trial in self.trials.items()
+            for task, experiment in zip(tasks, trial, strict=True)
+        }
+
+    def stages(self, run: Trained) -> list[Stage]:
+        """The exact law of a toy, samples of other data, bound@1 for the coordination gain."""
+        metrics, nfe, work = self.options.metric, self.options.nfe, stages.times(run)
+        if isinstance(run.domain, Toy):
+            work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
+        else:
+            work += [stages.pool(run, PoolKey(calls), run.experiment.eval.samples) for calls in nfe]
+        gain = stages.likelihood(run, "bound@1", HELD_OUT, ("nll", "bpd", "ppl"))
+        return work + [gain] * (GAIN in metrics)
+
+    def write(self, results: Results) -> None:
+        """The table of trials, best first."""
+        given = itertools.product(self.options.metric, self.options.nfe)
+        first, *others = dict.fromkeys(Column(metric, None if metric == GAIN else calls) for metric, calls in given)
+        base, rows = first.values(results, self.trials["base"]), []
+        for label, trial in sorted(self.trials.items(), key=lambda item: first.rank(results, item[1])):
+            own = first.values(results, trial)
+            gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
+            cells = [column.cell(results, trial) for column in [*others, Column("step_ms", None)]]
+            gain = write(gap, f"+.{first.digits}f")
+            rows.append([label, first.cell(results, trial), gain, *cells, f"{len(own)}/{len(trial)}"])
+        header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
+        table = Table(header, rows, title=self.options.recipe, note=NOTE)
+        self.print_tables([table])
+        command = f"```bash\n{self.options.command_line()}\n```\n"
+        self.page("ranking.md", f"{markdown([table])}\n{command}")
+
+    def close(self) -> int:
+        """A failed trial is a result; the exit code is 1 only if all of them fail."""
+        super().close()
+        return int(len(self.failed) == len(self.runs))
 
 
 def make_trials(options: Options) -> Trials:
-    """The base, the grid and the trials picked by hand; equal ones once. Every refused setting is named."""
+    """The base, the grid and single trials; equal ones once. The error names every setting that is refused."""
     tasks = tasks_of(options)
     seeds: list[Settings] = [{}] if options.seeds is None else [{"seed": str(seed)} for seed in options.seeds]
     changes = [{}, *grid([parse_values("vary", text) for text in options.vary]), *map(parse_trial, options.also)]
     recipe, common = get_recipe(options.recipe), normal(options.settings)
-    trials, problems, names, contents = Trials(), list[str](), set[str](), set[str]()
+    trials, problems = Trials(), list[str]()
     for change in changes:
         label = as_text(change) or "base"
         for name, other in itertools.product(change, tasks[0]):
@@ -98,16 +130,18 @@ def make_trials(options: Options) -> Trials:
                 raise
             problems += [f"trial {label}: {line}" for line in error.problems]
             continue
-        content = json.dumps([to_dict(dataclasses.replace(one, name="")) for one in trial], sort_keys=True)
-        if content not in contents and trial[0].name in names:
+        if any(_equal(trial, other) for other in trials.values()):
+            continue
+        if trial[0].name in {other[0].name for other in trials.values()}:
             problems.append(f"trial {label}: changes nothing that is trained; leave it out")
-        elif content not in contents:
-            trials[label] = trial
-        contents.add(content)
-        names.add(trial[0].name)
+        trials[label] = trial
     if problems:
         raise ConfigError(problems[:20])
     return trials
+
+
+def _equal(trial: Sequence[Experiment], other: Sequence[Experiment]) -> bool:
+    return all(one == dataclasses.replace(two, name=one.name) for one, two in zip(trial, other, strict=True))
 
 
 def tasks_of(options: Options) -> list[Settings]:
@@ -160,9 +194,6 @@ def layered(*layers: Mapping[str, str]) -> Settings:
     return merged
 
 
-# --- Measures --------------------------------------------------------------------------------------------------------
-
-
 def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> None:
     """Refuse a metric that the data do not have, before anything is trained."""
     for experiment in {one.domain: one for one in experiments}.values():
@@ -171,37 +202,6 @@ def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> 
         for metric in metrics:
             if metric not in (GAIN, *names):
                 raise ConfigError([f"metric: {domain.name} has no {metric!r}{hint(metric, [*names, GAIN])}"])
-
-
-def _stages(options: Options, trained: Trained) -> list[Stage]:
-    """The exact law of a toy, samples elsewhere, bound@1 for the gain."""
-    stages = [time_stage(trained)]
-    if isinstance(trained.domain, Toy):
-        stages += [exact_stage(trained, options.nfe)] * (options.metric != (GAIN,))
-    else:
-        stages += [pool_stage(trained, PoolKey(nfe), trained.experiment.eval.samples) for nfe in options.nfe]
-    if GAIN in options.metric:
-        stages.append(likelihood_stage(trained, "bound@1", HELD_OUT, in_units))
-    return stages
-
-
-def _write(options: Options, trials: Trials, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    """The table of trials, best first."""
-    columns = [Column(metric, nfe) for metric in options.metric for nfe in (options.nfe if metric != GAIN else [None])]
-    first, *others = columns
-    base = first.values(results, trials["base"])
-    rows = []
-    for label in sorted(trials, key=lambda label: first.rank(results, trials[label])):
-        own = first.values(results, trials[label])
-        gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
-        cells = [column.cell(results, trials[label]) for column in others]
-        cells += [Column("step_ms", None).cell(results, trials[label]), f"{len(own)}/{len(trials[label])}"]
-        rows.append([label, first.cell(results, trials[label]), write(gap, f"+.{first.digits}f"), *cells])
-    header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
-    table = Table(header, rows, title=options.recipe, note=NOTE)
-    print_table(table)
-    command = f"```bash\n{options.command_line()}\n```\n"
-    return write_page(options.results / "ranking.md", f"{markdown([table])}\n{command}")
 
 
 class Column(NamedTuple):
@@ -229,7 +229,7 @@ class Column(NamedTuple):
         return write(mean_of(self.values(results, trial).values()), f".{self.digits}f")
 
     def rank(self, results: Results, trial: Sequence[Experiment]) -> tuple[bool, float]:
-        """Sorts trials: those that lack a run last, the others by their mean where a direction is better."""
+        """Sort key: trials that lack a run last, the others by their mean if higher or lower is better."""
         values = self.values(results, trial)
         better = "low" if self.metric == "nll" else measure(self.metric).better
         sign = {"high": -1.0, "low": 1.0}.get(better or "", 0.0)

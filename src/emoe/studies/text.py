@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,22 @@ from emoe.domains.base import DataError
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
 from emoe.evaluation.likelihood import factorised_nll
-from emoe.experiment import customise
-from emoe.figures.base import save
-from emoe.figures.curves import Panel, draw
+from emoe.experiment import Experiment, customise
+from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
 from emoe.reporting.cells import Line, measure
-from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row
 from emoe.reporting.table import models
 from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_tables
 from emoe.rng import derive_seed
-from emoe.studies import options, stages
-from emoe.studies.course import course_stage, passes_stage
+from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
-from emoe.studies.figures import mean_curve
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import Study, write_figure, write_page
+from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import samples_page
-from emoe.studies.scores import Scoring, describe_text, in_tokens, mauve_stages, reference_row
-from emoe.studies.sets import Sets
+from emoe.studies.scores import Scoring, mauve_stages
+from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Likelihood, Measurement
 
@@ -84,44 +80,144 @@ class Options(options.Options):
         """How the names of its files begin."""
         return "text-tiny" if self.size == "text-tiny" else "text"
 
-    @property
-    def run_folder(self) -> Path:
-        """Folder of runs, pools and features."""
-        return self.runs or Path("runs") / self.stem
 
-
-def run(options: Options) -> int:
+class Study(pipeline.Study):
     """Train models of text; measure likelihoods, and samples by their entropy, generative perplexity and MAUVE."""
-    only = options.only
-    experiments = recipe_experiments(options.size, options.methods, options.seeds, options.settings)
-    lm = eval_lm_experiment(options.size, options.settings, options.eval_lm_steps)
-    sets = Sets(experiments[0].domain, lm.domain, options.set, options.eval_lm_set, options.zero_shot)
-    study = Study(
-        options, experiments, functools.partial(_stages, options, sets), functools.partial(_real, options.samples),
-        functools.partial(_write, options), name=options.stem, domain=lambda one: sets.open(one.domain), gpu_jobs=1,
-    )  # fmt: skip
-    lm_run = EvalLMRun(lm, options.run_folder, str(study.device))
-    merge(options.merge, study.results)
-    with study.interruptible():
-        if only in (None, "eval-lm") and not lm_run.finished:
-            sets.check_eval_lm()
-        if only in (None, "train"):
-            sets.check()
-            study.train()
-            study.measure()
-        if only in (None, "eval-lm"):
-            _train_eval_lm(study, lm_run, sets)
-        if only in (None, "score"):
-            study.run_stages("scores", _scores(options, study, lm_run, sets))
-        if only in (None, "draw"):
-            study.run_stages("MAUVE", _mauve(options, study))
-    if only in (None, "draw"):
-        study.finish()
-    return study.close()
+
+    options: Options
+    gpu_jobs = 1
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        lm = eval_lm_experiment(options.size, options.settings, options.eval_lm_steps)
+        text = self.runs[0].experiment.domain
+        self.sets = Sets(text, lm.domain, options.set, options.eval_lm_set, options.zero_shot)
+        self.lm_run = EvalLMRun(lm, options.run_folder, str(self.device))
+
+    def experiments(self) -> list[Experiment]:
+        """The recipes of the methods."""
+        given = self.options
+        return recipe_experiments(given.size, given.methods, given.seeds, given.settings)
+
+    def build_domain(self, experiment: Experiment) -> Text:
+        """The set of the models."""
+        return self.sets.open(experiment.domain)
+
+    def run(self) -> int:
+        """Everything that is missing, or one part."""
+        parts = {self.options.only} if self.options.only else {"train", "eval-lm", "score", "draw"}
+        merge(self.options.merge, self.results)
+        with self.interruptible():
+            if "eval-lm" in parts and not self.lm_run.finished:
+                self.sets.check_eval_lm()
+            if "train" in parts:
+                self.sets.check()
+                self.train()
+                self.measure()
+            if "eval-lm" in parts:
+                self.train_eval_lm()
+            if "score" in parts:
+                self.run_stages("scores", self.score_stages())
+            if "draw" in parts:
+                self.run_stages("MAUVE", self.mauve_stages())
+        if "draw" in parts:
+            self.finish()
+        return self.close()
+
+    def stages(self, run: Trained) -> list[Stage]:
+        """Everything that needs the weights of a model."""
+        text, options, config = self.sets.open(run.experiment.domain), self.options, run.experiment.eval
+        run.pools.manifest |= {**describe_text(text), "batch": config.batch}
+        names = stages.likelihood_names(run.method, LIKELIHOODS)
+        names = [name for name in names if Likelihood.parse(name).steps <= text.space.length]
+        if not run.method.has_latent:
+            names = [name for name in names if name != "objective"]  # it is the nelbo
+        likelihood = functools.partial(stages.likelihood, run, count=options.rows, metrics=("nll_token", "ppl"))
+        work = [*stages.times(run), stages.sizes(run), training.passes(run), training.curves(run)]
+        work += [likelihood(name=name, factorised=best_factorised) for name in names]
+        if self.sets.zero_shot_text is not None:
+            bounds = [name for name in names if not name.startswith(("objective", "iw"))]
+            work += [likelihood(name=name, zero_shot=self.sets.zero_shot_text) for name in bounds]
+        steps = run.experiment.method.allowed_nfe(options.nfe or config.nfe, text.space.length)
+        keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
+        if _has_fields(run.experiment, GREEDY.settings):
+            keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
+        sampler = dataclasses.replace(config.sampler, kind=options.sampler)  # type: ignore[arg-type]
+        try:
+            run.method.check_sampler(sampler)
+        except ConfigError:  # the method has a sampler of its own
+            sampler = PLAIN
+        pool = functools.partial(stages.pool, run, samples=options.samples, keep=options.samples, write=text.decode)
+        return work + [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
+
+    def references(self, runs: Sequence[Trained]) -> list[Stage]:
+        """Metrics of held-out rows."""
+        unique = {run.domain.name: run.domain for run in runs}.values()
+        return [_held_out(text, self.options.samples) for text in unique]
+
+    def train_eval_lm(self) -> None:
+        """Train the evaluation LM, or continue."""
+        run = self.lm_run
+        if not run.finished and not self.past_deadline:
+            run.train(self.sets.open(self.sets.lm_config), self.stop, self.deadline, quiet=self.options.quiet)
+        if run.finished and (best := run.best()):
+            self.note(f"evaluation LM: best at step {best[0]}, {best[1]:.4f} nats per token of its validation rows")
+        else:
+            self.untrained += 1
+
+    def score_stages(self) -> list[Stage]:
+        """Scores of every pool; without pools or the evaluation LM an error if they alone are asked for."""
+        pools, folder, needed = self.pools(), self.options.run_folder, self.options.only == "score"
+        if not pools and needed:
+            raise DataError(f"{folder / 'pools'}: holds no pools; draw them with --only train, or copy them there")
+        if not self.lm_run.is_ready:
+            if needed:
+                problem = f"{self.lm_run.best_path.name} is not trained in {folder}; use --only eval-lm first"
+                raise ConfigError([f"eval-lm: {problem}"])
+            self.unmeasured += sum(len(pool.arrays) for pool in pools)
+            return []
+        groups: dict[str, tuple[Text, list[Archive]]] = {}
+        for pool in pools:
+            text = self.sets.matching(pool.manifest)
+            groups.setdefault(text.name, (text, []))[1].append(pool)
+        page, rows = self.options.results / f"{self.options.stem}-judge.json", self.options.rows
+        return [
+            stage
+            for text, own in groups.values()
+            for stage in Scoring(self.lm_run, self.sets.lm_text, text, rows, folder / "features", page).stages(own)
+        ]
+
+    def pools(self) -> list[Archive]:
+        """The newest pool of each run; a run has several if its recipe has changed."""
+        paths = sorted((self.options.run_folder / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
+        names = ("data", "recipe", "seed")
+        youngest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
+        return sorted(youngest.values(), key=lambda archive: archive.path)
+
+    def mauve_stages(self) -> list[Stage]:
+        """MAUVE, where its package is installed."""
+        stages = mauve_stages(self.options.run_folder / "features")
+        try:
+            import_extra("mauve")
+        except ConfigError as error:
+            if stages:
+                self.note(f"MAUVE is left out: {error}")
+            return []
+        return stages
+
+    def write(self, results: Results) -> None:
+        """Tables, figures and samples side by side; the main tables on the terminal."""
+        stem, results, pools = self.options.stem, results.only(task="text"), self.pools()
+        self.page(f"{stem}.md", text_page(results))
+        if pools:
+            self.page(f"{stem}-samples.md", samples_page(pools, results, f"{stem}.md"))
+        self.panels(f"{stem}-gen-ppl.png", _gen_ppl(results), height=3.0)
+        self.panels(f"{stem}-latent.png", _latent(results), height=3.0)
+        self.print_tables([*text_tables("gen-ppl", results)[:1], *text_tables("likelihood", results)])
 
 
 def merge(paths: Sequence[Path], into: Path) -> None:
-    """Take in results files of other machines; of two rows of one identity the younger stays."""
+    """Merge results files of other machines; of two rows of one identity the younger stays."""
     if missing := [path for path in paths if not path.is_file()]:
         raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
     results = Results.load(into) if into.exists() else Results()
@@ -129,47 +225,9 @@ def merge(paths: Sequence[Path], into: Path) -> None:
         results.merge(Results.load(path)).save(into)
 
 
-# --- Stages ----------------------------------------------------------------------------------------------------------
-
-
-def _stages(options: Options, sets: Sets, trained: Trained) -> list[Stage]:
-    """What needs the weights of a model."""
-    text, experiment = sets.open(trained.experiment.domain), trained.experiment
-    trained.pools.manifest |= {**describe_text(text), "batch": experiment.eval.batch}
-    names = stages.likelihood_names(trained.method, LIKELIHOODS)
-    names = [name for name in names if Likelihood.parse(name).steps <= text.space.length]
-    if not trained.method.has_latent:
-        names = [name for name in names if name != "objective"]  # it is the nelbo
-    likelihood = functools.partial(stages.likelihood_stage, trained, count=options.rows)
-    work = [stages.time_stage(trained), stages.size_stage(trained), passes_stage(trained), course_stage(trained)]
-    work += [likelihood(name=name, units=in_tokens, factorised=best_factorised) for name in names]
-    if sets.elsewhere is not None:
-        bounds = [name for name in names if not name.startswith(("objective", "iw"))]
-        work += [likelihood(name=name, units=zero_shot, elsewhere=sets.elsewhere) for name in bounds]
-    steps = experiment.method.allowed_nfe(options.nfe or experiment.eval.nfe, text.space.length)
-    keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
-    if _takes(trained, GREEDY.settings):
-        keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
-    sampler = dataclasses.replace(experiment.eval.sampler, kind=options.sampler)  # type: ignore[arg-type]
+def _has_fields(experiment: Experiment, settings: Mapping[str, str]) -> bool:
     try:
-        trained.method.check_sampler(sampler)
-    except ConfigError:  # the method has a sampler of its own
-        sampler = PLAIN
-    pool = functools.partial(
-        stages.pool_stage, trained, samples=options.samples, keep=options.samples, write=text.decode
-    )
-    return work + [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
-
-
-def zero_shot(nll: Measurement, length: int) -> list[Measurement]:
-    """Measurements of text from elsewhere."""
-    return [dataclasses.replace(item, metric=f"zero_shot_{item.metric}") for item in in_tokens(nll, length)]
-
-
-def _takes(trained: Trained, settings: Mapping[str, str]) -> bool:
-    """Whether an experiment has these fields."""
-    try:
-        customise(trained.experiment, settings)
+        customise(experiment, settings)
     except ConfigError:
         return False
     return True
@@ -185,96 +243,16 @@ def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], siz
     return min(factorised_nll(train, rows, size), together)
 
 
-def _real(samples: int, runs: Sequence[Trained]) -> list[Stage]:
-    """Measures of held-out rows."""
+def _held_out(text: Any, samples: int) -> Stage:
+    count = min(samples, len(text.test_rows))
 
-    def stage(text: Any) -> Stage:
-        count = min(samples, len(text.test_rows))
-        same = {"task": "text", "data": text.name, "method": "data", "metric": "entropy"}
+    def measure() -> list[Measurement]:
+        return list(text.measure(text.fresh(count, derive_seed("held-out text"))))
 
-        def run() -> list[Row]:
-            items = text.measure(text.fresh(count, derive_seed("held-out text")))
-            return [reference_row(text.name, item) for item in items]
-
-        return Stage(f"held-out rows of {text.name}", lambda results: stages.recorded(results, n=count, **same), run)
-
-    return [stage(text) for text in {run.domain.name: run.domain for run in runs}.values()]
+    return stages.reference("held-out rows", text, measure, "entropy", n=count)
 
 
-def _train_eval_lm(study: Study, lm_run: EvalLMRun, sets: Sets) -> None:
-    """Train the evaluation LM, or go on with it."""
-    if not lm_run.finished and not study.is_late:
-        lm_run.train(sets.open(sets.lm_config), study.stop, study.deadline, quiet=study.options.quiet)
-    if lm_run.finished and (best := lm_run.best()):
-        study.note(f"evaluation LM: best at step {best[0]}, {best[1]:.4f} nats per token of its validation rows")
-    else:
-        study.untrained += 1
-
-
-def _scores(options: Options, study: Study, lm_run: EvalLMRun, sets: Sets) -> list[Stage]:
-    """Scores of every pool; without pools or the evaluation LM an error if they alone are asked for."""
-    pools, runs, needed = _pools(options), options.run_folder, options.only == "score"
-    if not pools and needed:
-        raise DataError(f"{runs / 'pools'}: holds no pools; draw them with --only train, or copy them there")
-    if not lm_run.is_ready:
-        if needed:
-            raise ConfigError([f"eval-lm: {lm_run.best_path.name} is not trained in {runs}; use --only eval-lm first"])
-        study.unmeasured += sum(len(pool.arrays) for pool in pools)
-        return []
-    groups: dict[str, tuple[Text, list[Archive]]] = {}
-    for pool in pools:
-        text = sets.holding(pool.manifest)
-        groups.setdefault(text.name, (text, []))[1].append(pool)
-    page = options.results / f"{options.stem}-judge.json"
-    scoring = functools.partial(Scoring, lm_run, sets.lm_text, rows=options.rows, folder=runs / "features", page=page)
-    return [stage for text, own in groups.values() for stage in scoring(text=text).stages(own)]
-
-
-def _pools(options: Options) -> list[Archive]:
-    """Pools that are here; of those that would have the same rows, the recipe having changed since, the youngest."""
-    paths = sorted((options.run_folder / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
-    names = ("data", "recipe", "seed")
-    youngest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
-    return sorted(youngest.values(), key=lambda archive: archive.path)
-
-
-def _mauve(options: Options, study: Study) -> list[Stage]:
-    """MAUVE, where its package is installed."""
-    stages = mauve_stages(options.run_folder / "features")
-    try:
-        import_extra("mauve")
-    except ConfigError as error:
-        if stages:
-            study.note(f"MAUVE is left out: {error}")
-        return []
-    return stages
-
-
-# --- Pages and figures -----------------------------------------------------------------------------------------------
-
-
-def _write(options: Options, results: Results, runs: Sequence[Trained]) -> list[Path]:
-    """Tables, figures and samples side by side; the main tables on the terminal."""
-    folder, stem, results = options.results, options.stem, results.only(task="text")
-    page, pools = folder / f"{stem}.md", _pools(options)
-    written = write_page(page, text_page(results))
-    written += write_page(folder / f"{stem}-samples.md", samples_page(pools, results, page.name)) if pools else []
-    makers: dict[str, Callable[[Results], list[list[Panel]]]] = {"gen-ppl": _curves, "latent": _latent}
-    for name, make in makers.items():
-        if panels := make(results):
-            path, sources = folder / "figures" / f"{stem}-{name}.png", [folder / f"{stem}.json"]
-            written += write_figure(path, sources, functools.partial(_draw, panels))
-    for table in [*text_tables("gen-ppl", results)[:1], *text_tables("likelihood", results)]:
-        print_table(table)
-        print(table.note)
-    return written
-
-
-def _draw(panels: list[list[Panel]], path: Path) -> None:
-    save(draw(panels, height=3.0), path)
-
-
-def _curves(results: Results) -> list[list[Panel]]:
+def _gen_ppl(results: Results) -> list[list[Panel]]:
     """Generative perplexity, entropy of the samples and MAUVE over NFE, a line of panels for each text."""
     panels = {"gen_ppl": SETTINGS[0], "entropy": None, "mauve": None}
     parts = {data: part for data in data_of(results) if (part := results.only(data=data)).select(metric="gen_ppl")}
@@ -298,16 +276,16 @@ def _latent(results: Results) -> list[list[Panel]]:
     lines = [(data, line) for data in data_of(results) for line in models(results.only(data=data))]
     return [
         [
-            _course(line, f"{line.labels[0]}: entropy of usage (nats)", "usage_entropy/"),
-            _course(line, f"{line.labels[0]}: route KL (nats per position)", "route_kl/"),
-            _course(line, f"{line.labels[0]} on {data}: nats per token", "train_recon", "train_kl"),
+            _training_curves(line, f"{line.labels[0]}: entropy of usage (nats)", "usage_entropy/"),
+            _training_curves(line, f"{line.labels[0]}: route KL (nats per position)", "route_kl/"),
+            _training_curves(line, f"{line.labels[0]} on {data}: nats per token", "train_recon", "train_kl"),
         ]
         for data, line in lines
         if any(row.value for row in line.where(metric="train_kl").rows)
     ]
 
 
-def _course(line: Line, title: str, *metrics: str) -> Panel:
+def _training_curves(line: Line, title: str, *metrics: str) -> Panel:
     """Numbers of the log against the step, which is the convention of their rows."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(line.rows, key=lambda row: row.metric):

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from emoe.engine.metricslog import read_metrics
-from emoe.reporting.results import Results
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
 from emoe.runs.sampling import count_calls
+from emoe.studies import stages
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
 LAST_RECORDS = 10  # of the log, whose mean describes the end of training
-POINTS = 20  # of the course of training
+POINTS = 20  # of a training curve
 ROWS = 4  # of the batch that passes are counted with
 UNUSED = 0.1  # share of an even share below which an expert counts as dead
 # Keys of the log -> metrics; a key with a block keeps it.
@@ -41,13 +41,12 @@ def means(records: Sequence[Record], names: Mapping[str, str]) -> dict[str, floa
         name, slash, block = key.partition("/")
         if name in names:
             column = [record[key] for record in records if key in record]
-            value = _entropy(mean_usage(column)) if name == "usage" else math.fsum(column) / len(column)
+            value = _entropy(_mean_usage(column)) if name == "usage" else math.fsum(column) / len(column)
             values[names[name] + slash + block] = value
     return {metric: value for metric, value in values.items() if math.isfinite(value)}
 
 
-def mean_usage(usages: Sequence[Sequence[float]]) -> list[float]:
-    """Mean share of each expert."""
+def _mean_usage(usages: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum(column) / len(usages) for column in zip(*usages, strict=True)]
 
 
@@ -55,25 +54,20 @@ def _entropy(shares: Iterable[float]) -> float:
     return max(0.0, -math.fsum(share * math.log(share) for share in shares if share > 0))
 
 
-def course(records: Sequence[Record]) -> list[tuple[int, Measurement]]:
-    """(step, number) at about `POINTS` points, each the mean of the records since the one before."""
-    size = max(1, math.ceil(len(records) / POINTS))
-    parts = [records[start : start + size] for start in range(0, len(records), size)]
-    return [
-        (int(part[-1]["step"]), Measurement(metric, value, None, len(part)))
-        for part in parts
-        for metric, value in means(part, NAMES).items()
-    ]
+def curves(trained: Trained) -> Stage:
+    """Terms of the loss and the routing over training: about `POINTS` means of records, the step as the convention."""
 
+    def run() -> list[Any]:
+        records = read_metrics(trained.path / "metrics.jsonl")
+        size = max(1, math.ceil(len(records) / POINTS))
+        parts = [records[start : start + size] for start in range(0, len(records), size)]
+        return [
+            trained.row(item, convention=f"step {part[-1]['step']}")
+            for part in parts
+            for item in stages.numbers(means(part, NAMES), len(part))
+        ]
 
-def course_stage(trained: Trained) -> Stage:
-    """The terms of the loss and the routing over training, with the step as the convention."""
-    log = trained.path / "metrics.jsonl"
-    return Stage(
-        "training",
-        lambda results: trained.recorded(results, metric="train_loss"),
-        lambda: [trained.row(item, convention=f"step {step}") for step, item in course(read_metrics(log))],
-    )
+    return Stage("training", run, trained.recorded(metric="train_loss"))
 
 
 def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
@@ -85,33 +79,26 @@ def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
     dead_experts: experts whose mean usage is below 1 / (10 E), over all blocks; n is the number of all experts.
     effective_draws: how many of the K draws count, where draws are compared.
     """
-    count = len(records)
     names = {"usage": "usage_entropy", "route_kl": "route_kl", "effective_draws": "effective_draws"}
-    values = means(records, names)
-    entropies = [value for metric, value in values.items() if metric.startswith("usage_entropy/")]
-    items = [Measurement(metric, value, None, count) for metric, value in values.items()]
-    if entropies:
-        items.append(Measurement("least_usage_entropy", min(entropies), None, count))
-        keys = [key for key in records[-1] if key.startswith("usage/")]
-        usages = [mean_usage([record[key] for record in records if key in record]) for key in keys]
+    items = stages.numbers(means(records, names), len(records))
+    keys = [key for key in (records[-1] if records else ()) if key.startswith("usage/")]
+    usages = [_mean_usage([record[key] for record in records if key in record]) for key in keys]
+    if usages:
+        items.append(Measurement("least_usage_entropy", min(map(_entropy, usages)), None, len(records)))
         dead = sum(share < UNUSED / len(usage) for usage in usages for share in usage)
         items.append(Measurement("dead_experts", dead, None, sum(map(len, usages))))
     return items
 
 
-def routing_stage(trained: Trained) -> Stage:
-    """The routing at the end of training; no rows without routes."""
+def routing(trained: Trained) -> list[Stage]:
+    """The routing at the end of training; nothing without routes."""
     items = routing_at_end(read_metrics(trained.path / "metrics.jsonl")[-LAST_RECORDS:])
-
-    def done(results: Results) -> bool:
-        return not items or trained.recorded(results, metric=items[-1].metric)
-
-    return Stage("routing", done, lambda: [trained.row(item) for item in items])
+    return [trained.stage("routing", items[-1].metric, lambda: items)] if items else []
 
 
-def passes_stage(trained: Trained) -> Stage:
+def passes(trained: Trained) -> Stage:
     """Network passes of a training step and of a sampling step."""
-    return trained.stage("passes", "passes_train", lambda: network_passes(trained.run))
+    return trained.stage("passes", "passes_train", lambda: stages.numbers(network_passes(trained.run)))
 
 
 @torch.no_grad()
