@@ -1,7 +1,8 @@
 """Exact numbers of every method on every backbone: losses, log terms, likelihoods and samples of a short training.
 
 They protect a refactoring: run with `EMOE_GOLDEN=exact` before and after on one machine, every number must be equal to
-the last bit. By default numbers are compared within 1e-5, because other processors round differently.
+the last bit. By default numbers are compared within 1e-4 of the largest number of their kind, and one symbol in a
+hundred may differ, because other processors round differently and training amplifies it.
 `EMOE_GOLDEN=write` stores new ones.
 """
 
@@ -169,17 +170,21 @@ def as_numbers(texts: list[str]) -> list[float]:
 def test_numbers_are_the_stored_ones(case: str) -> None:
     found = measured(case)
     if MODE == "write":
-        stored = json.loads(STORED.read_text()) if STORED.exists() else {}
-        STORED.write_text(json.dumps(stored | {case: found}, indent=0, sort_keys=True) + "\n")
+        others = json.loads(STORED.read_text()) if STORED.exists() else {}
+        STORED.write_text(json.dumps(others | {case: found}, indent=0, sort_keys=True) + "\n")
     wanted = json.loads(STORED.read_text())[case]
     if MODE == "exact":
         assert found == wanted
         return
-    assert found["samples"] == wanted["samples"]
+    for name, rows in wanted["samples"].items():
+        pairs = list(zip("".join(rows), "".join(found["samples"][name]), strict=True))
+        assert sum(a == b for a, b in pairs) >= 0.99 * len(pairs), name
     for group in ({"losses": wanted["losses"]}, wanted["log"], wanted["nll"]):
         for name, values in group.items():
             seen = found["losses"] if name == "losses" else (found["log"] | found["nll"])[name]
-            assert as_numbers(seen) == pytest.approx(as_numbers(values), rel=1e-5, abs=1e-6), name
+            stored = as_numbers(values)
+            scale = max(map(abs, stored), default=0.0)
+            assert as_numbers(seen) == pytest.approx(stored, rel=1e-4, abs=1e-4 * max(scale, 0.1)), name
 
 
 GOLDEN = STORED.parent
