@@ -12,7 +12,7 @@ import torch
 from line import Line, fit_line
 
 from emoe.config import ConfigError
-from emoe.engine.arithmetic import arithmetic
+from emoe.engine.arithmetic import Precision, arithmetic
 from emoe.engine.callbacks import Callback
 from emoe.methods.masked import MaskedDiffusion
 from emoe.runs.sampling import draw
@@ -87,3 +87,13 @@ def test_threads_must_agree(tiny: Callable[..., MaskedDiffusion]) -> None:
         thread.join()
         assert current()[0] == "high"
     assert current() == before
+
+
+@pytest.mark.parametrize("precision", [None, "fp32", "tf32", "bf16"])
+def test_samples_are_drawn_in_a_precision(tiny: Callable[..., MaskedDiffusion], precision: Precision | None) -> None:
+    method, before, seen = tiny().float(), current(), []
+    method.backbone.register_forward_hook(lambda *_: seen.append((current()[0], torch.is_autocast_enabled("cpu"))))
+    pool = draw(method, 5, 2, precision=precision)
+    matmul = {None: before[0], "fp32": "highest"}.get(precision, "high")
+    assert pool.samples.shape == (5, method.space.length) and seen == [(matmul, precision == "bf16")] * 2
+    assert current() == before and not torch.is_autocast_enabled("cpu")

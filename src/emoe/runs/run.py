@@ -15,6 +15,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.domains.base import Domain, Ink
+from emoe.engine.arithmetic import Precision
 from emoe.engine.callbacks import FitResult
 from emoe.evaluation.likelihood import estimate_nll, held_out_rows
 from emoe.evaluation.measure import measure_samples
@@ -85,19 +86,28 @@ class Run:
         *,
         seed: int = 0,
         given: Int[Tensor, "n L"] | np.ndarray | Sequence[Sequence[int]] | None = None,
+        precision: Precision | None = None,
     ) -> Int[Tensor, "n L"]:
         """Draw `n` rows with `nfe` network calls, by the experiment's sampler and batch.
 
-        Tokens of `given` that are neither -1 nor the mask stay as they are.
+        Tokens of `given` that are neither -1 nor the mask stay as they are. For `precision` see `draw`.
         """
-        return self.pool(n, nfe, seed=seed, given=given).samples
+        return self.pool(n, nfe, seed=seed, given=given, precision=precision).samples
 
-    def pool(self, n: int, nfe: int | None = None, *, seed: int = 0, given: Any = None) -> Pool:
+    def pool(
+        self,
+        n: int,
+        nfe: int | None = None,
+        *,
+        seed: int = 0,
+        given: Any = None,
+        precision: Precision | None = None,
+    ) -> Pool:
         """`sample`, with the number of network calls and the time it took."""
         rows = None if given is None else token_rows(given, self.method.space)
-        config = self.experiment.eval
+        batch, sampler = self.experiment.eval.batch, self.experiment.eval.sampler
         nfe = self.default_nfe if nfe is None else nfe
-        return draw(self.method, n, nfe, seed=seed, batch=config.batch, given=rows, sampler=config.sampler)
+        return draw(self.method, n, nfe, seed=seed, batch=batch, given=rows, sampler=sampler, precision=precision)
 
     def complete(
         self, given: Given, n: int = 1, nfe: int | None = None, *, seed: int = 0, keep: Keep = None, ink: Ink = "auto"

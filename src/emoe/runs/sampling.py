@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from emoe.config import ConfigError
+from emoe.engine.arithmetic import Precision, arithmetic
 from emoe.methods.base import PLAIN, Method, SamplerConfig
 from emoe.rng import Rng, derive_seed
 
@@ -60,6 +61,7 @@ def draw(
     batch: int | None = None,
     given: Int[Tensor, "n L"] | None = None,
     sampler: SamplerConfig = PLAIN,
+    precision: Precision | None = None,
 ) -> Pool:
     """Draw n rows with `nfe` network calls each; a pure function of the arguments and the weights.
 
@@ -71,6 +73,8 @@ def draw(
         batch: Rows drawn at a time, which bounds the memory; another size gives other rows. None: all at once.
         given: Rows with the mask where tokens are wanted; all other tokens stay.
         sampler: How masked diffusion methods draw.
+        precision: Of the network's products; bf16 means autocast. None: as the process is set. Token probabilities are
+            in float64 with all of them.
 
     Raises:
         RuntimeError: The method made another number of network calls.
@@ -92,7 +96,7 @@ def draw(
     try:
         for start in range(0, n, batch or n):
             x = given[start : start + (batch or n)].to(device, copy=True)
-            with count_calls(method.backbone) as count:
+            with count_calls(method.backbone) as count, _products(precision, device):
                 parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler).cpu())
             if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
                 raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
@@ -101,3 +105,14 @@ def draw(
         method.train(training)
     calls = nfe if sampler.kind == "plain" else rows / n
     return Pool(torch.cat(parts), nfe, calls, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _products(precision: Precision | None, device: torch.device) -> Iterator[None]:
+    """Matrix products in a precision, for the length of a `with` block."""
+    with contextlib.ExitStack() as stack:
+        if precision:
+            stack.enter_context(arithmetic(precision))
+        if precision == "bf16":
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
+        yield
