@@ -16,9 +16,10 @@ from emoe import kernels
 # In a process of its own: here every function is wrapped to check shapes, which a compiler cannot trace.
 SCRIPT = """
 import torch
-from emoe.backbones import attention, base, dit, layers
-from emoe.diffusion import categorical, masking, times
+from emoe.backbones import attention, base, dit, layers, unet
+from emoe.diffusion import categorical, head, masking, times
 from emoe.routing import experts, latent, routes
+from emoe.types import Needs, TokenSpace
 
 torch.manual_seed(0)
 def normal(*shape):
@@ -29,6 +30,11 @@ angle = torch.rand(6, 2)
 logits, other, noise = normal(2, 6, 4), normal(2, 6, 4), torch.randn(2, 6, 4)
 route = torch.randint(4, (2, 6))
 pair = torch.tensor([[0, 1], [3, 2], [2, 0]])
+sizes = unet.UNetConfig(channels=8, hidden=8, time_size=8, time_hidden=8, groups=2)
+net = sizes.build(TokenSpace(length=16, size=3, mask_id=2), Needs(marks=True))
+for p in net.parameters():
+    p.data.add_(0.05 * torch.randn_like(p))
+image = normal(2, 8, 4, 4)
 cases = {
     dit.normed: [(h, weight), (h, weight, shift, scale, torch.bfloat16), (h, weight, None, None, torch.float32)],
     dit.added: [(h, normal(2, 6, 8), scale), (h, normal(2, 6, 8), None)],
@@ -47,6 +53,16 @@ cases = {
     experts._all_experts: [
         (normal(3, 8), pair, normal(3, 2), normal(4, 8, 5), normal(4, 5), normal(4, 5, 8), normal(4, 8), "none")
     ],
+    experts._biased_gelu: [(normal(3, 5), normal(4, 5), pair[:, 0], kind) for kind in ("none", "tanh")],
+    experts._biased_gelu_slope: [(normal(3, 5), normal(4, 5), pair[:, 0], torch.randn(3, 5), "tanh")],
+    head._read: [(normal(3, 20), torch.tensor([0, 4, 19])), (normal(3, 20).bfloat16(), torch.tensor([0, 4, 19]))],
+    head._by_logits: [(normal(3, 20), torch.tensor([0, 4, 19]), torch.rand(3), torch.rand(3), torch.rand(3))],
+    unet.embedded: [(net, torch.randint(3, (2, 16)), torch.rand(2, 16) > 0.5)],
+    unet.residual: [
+        (net.blocks[0].residual, image, normal(2, 16)), (net.blocks[6].residual, normal(2, 16, 4, 4), None)
+    ],
+    unet.halved: [(net.down[0], image)],
+    unet.doubled: [(net.up[0], image, normal(2, 8, 8, 8))],
 }
 
 def flat(value):
@@ -72,15 +88,15 @@ print("all", len(cases))
 def test_each_compiles_as_a_whole_to_the_same_function() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "all 15\n", done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout == "all 23\n", done.stderr[-2000:]
 
 
 def test_the_list_above_is_complete() -> None:
     marked = [
         path.name for path in Path(emoe.__file__).parent.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines() if line == "@compiled"
+        for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("@compiled")
     ]  # fmt: skip
-    assert len(marked) == 15
+    assert len(marked) == 23
 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,11 +156,19 @@ def test_clean_positions_have_exactly_no_gradient(build, monkeypatch: pytest.Mon
     assert (slopes[~many] == 0).all() and (slopes[many].abs().sum(-1) > 0).all()
 
 
+def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of logits to come, forward and backward."""
+    sizes: list[int] = []
+    for name in ("_read", "_by_logits"):
+        inner = getattr(head, name)
+        monkeypatch.setattr(head, name, lambda x, *rest, inner=inner: sizes.append(len(x)) or inner(x, *rest))
+    return sizes
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "ar"])
 def test_training_computes_a_share_of_the_logits_and_the_same_step(build, name: str, monkeypatch: pytest.MonkeyPatch):
-    results, sizes, inner = [], [], head._logits
+    results, sizes = [], noted_sizes(monkeypatch)
     monkeypatch.setattr(head, "MIN_ROWS", 16)
-    monkeypatch.setattr(head, "_logits", lambda h, *rest: sizes.append(len(h)) or inner(h, *rest))
     for more in ({}, {"head_share": 0.75}):
         sizes.clear()
         method = build(name, head_chunk=1_000, **more)
@@ -193,8 +201,7 @@ def test_a_step_with_too_many_masks_is_refused_and_ends_training(build, name: st
 
 
 def test_no_more_than_a_chunk_of_logits_is_computed_at_a_time(build, monkeypatch: pytest.MonkeyPatch):
-    method, sizes, inner = build("mdlm", head_chunk=40), [], head._logits
-    monkeypatch.setattr(head, "_logits", lambda h, *rest: sizes.append(len(h)) or inner(h, *rest))
+    method, sizes = build("mdlm", head_chunk=40), noted_sizes(monkeypatch)
     monkeypatch.setattr(method.backbone, "read", None)
     method(rows(), {}, Rng(0)).total.backward()
     assert sizes == [40, 40, 16] * 2  # forward, then backward

@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain forms, on a GPU, or on a CPU by Triton's interpreter where it is installed."""
+"""The Triton kernel against the plain form, on a GPU, or on a CPU by Triton's interpreter where it is installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.backbones import unet
-from emoe.diffusion import head as plain_head
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
 
 norm: Any = unchecked("emoe.kernels.norm")
-head: Any = unchecked("emoe.kernels.head")
-gelu: Any = unchecked("emoe.kernels.gelu")
 
 
 def plain(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, film: Tensor | None) -> Tensor:
@@ -87,14 +84,6 @@ def test_a_large_mean_does_not_drown_the_variance() -> None:
     assert (norm.norm_silu(x, gamma, beta, 8) - wanted).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("hidden", [24, 2056])  # a row by one program, or by two
-def test_bias_and_gelu(hidden: int) -> None:
-    u, bias = normal(9, hidden, seed=0), normal(3, hidden, seed=1)
-    expert = torch.tensor([0, 0, 0, 0, 2, 2, 2, 2, 2], device=DEVICE)
-    wanted = nnf.gelu(u + bias[expert], approximate="tanh")
-    assert_equal(gelu.biased_gelu(u, bias, expert), wanted, [u, bias], normal(9, hidden, seed=2).detach())
-
-
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe"])
 def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would round more than the tolerance
@@ -108,7 +97,7 @@ def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.Monk
     ramp = {name: torch.tensor(float(one(10, 100)), device=DEVICE) for name, one in model.ramps.items()}
 
     def gradients(module: Any) -> tuple[float, list[Tensor]]:
-        monkeypatch.setattr(unet, "kernel", lambda name, h: module)
+        monkeypatch.setattr(unet, "kernel_for", lambda h: module)
         model.zero_grad()
         loss = model(batch, ramp, Rng(0, device=DEVICE)).total
         loss.backward()
@@ -118,22 +107,3 @@ def test_losses_and_gradients_of_a_network(method: str, monkeypatch: pytest.Monk
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     for a, b in zip(slopes, wanted, strict=True):
         assert (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7
-
-
-@pytest.mark.parametrize("chunk", [4, 7])
-def test_losses_over_a_large_vocabulary(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "BLOCK", 32)  # several rounds, the last not full
-    h, weight, bias = normal(2, 5, 6, seed=0), normal(75, 6, seed=1), normal(75, seed=2)
-    no_mask = torch.zeros(75, device=DEVICE)
-    no_mask[[0, 33]] = float("-inf")  # a symbol that is never drawn
-    target = torch.tensor([[1, 2, 74, 64, 31], [32, 5, 6, 7, 8]], device=DEVICE)
-    both = [normal(2, 5, seed=seed).detach() for seed in (3, 4)]
-
-    def results(module: Any) -> list[Tensor]:
-        monkeypatch.setattr(plain_head, "kernel", lambda name, h: module)
-        values = plain_head.total_and_target(h, weight, bias + no_mask, target, chunk)
-        loss = sum(((value * slope).sum() for value, slope in zip(values, both, strict=True)), h.new_zeros(()))
-        return [*values, *torch.autograd.grad(loss, (h, weight, bias))]
-
-    for a, b in zip(results(head), results(None), strict=True):
-        assert (a - b).abs().max() <= 2e-5 * b.abs().max()

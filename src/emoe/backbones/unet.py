@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as nnf
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
 from emoe.config import ConfigError, option
-from emoe.kernels import kernel
+from emoe.kernels import compiled, load
 from emoe.routing.experts import Dispatch
 from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, RouterLogits, Tokens, TokenSpace
 
@@ -28,6 +29,7 @@ from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, RouterLo
 # which read a skip connection beside their input; S.
 JOINED = (False, False, False, False, True, True, True, False)
 ROUTED = (False, True, True, True, True, True, False, False)  # all at S/2 and S/4
+NORM = load("norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +92,16 @@ def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, channels, 3, stride=stride, padding=1)
 
 
+def kernel_for(h: Tensor) -> ModuleType | None:
+    """The module with the fused norm if it fits a map: on a GPU, in a precision of at most 32 bits."""
+    return NORM if h.is_cuda and h.dtype != torch.float64 else None
+
+
 def norm_silu(
     norm: nn.GroupNorm, h: Float[Tensor, "B C H W"], film: Float[Tensor, "B _2C"] | None = None
 ) -> Float[Tensor, "B C H W"]:
     """SiLU((1 + scale) norm(h) + shift), where film = [scale, shift], in the precision of h, channels_last."""
-    fused = kernel("norm", h)
+    fused = kernel_for(h)
     if fused is not None:
         return fused.norm_silu(h, norm.weight, norm.bias, norm.num_groups, film)
     v = norm(h)
@@ -105,10 +112,39 @@ def norm_silu(
     return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last)
 
 
-def doubled(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
-    """Each pixel copied to 2x2; autocast would make single precision of it."""
-    with torch.autocast(h.device.type, enabled=False):
-        return nnf.interpolate(h, scale_factor=2, mode="nearest")
+# On a GPU each of these functions is compiled as a whole: convolutions are short, and what is around them is as long.
+@compiled
+def embedded(net: UNet, x: Tokens, marks: Positions | None) -> Float[Tensor, "B C S S"]:
+    """Embeddings of the tokens, with the mark where there is one, and the first convolution."""
+    weight = net.token.weight
+    # the gradient of an embedding of few symbols is many atomic additions to few addresses; a product's is a product
+    use_product = x.is_cuda and torch.is_grad_enabled()
+    rows = nnf.one_hot(x, len(weight)).to(weight.dtype) @ weight if use_product else net.token(x)
+    if net.mark is not None and marks is not None:
+        rows = rows + marks[..., None].to(rows.dtype) * net.mark
+    return net.stem(as_map(rows))
+
+
+@compiled
+def residual(block: Residual, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Tensor:
+    """The formula of `Residual`."""
+    u = block.conv_in(norm_silu(block.norm_in, h))
+    u = block.conv_out(norm_silu(block.norm_out, u, film))
+    return (h if block.skip is None else block.skip(h)) + u
+
+
+@compiled
+def halved(conv: nn.Module, h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
+    """A convolution of stride 2."""
+    return conv(h)
+
+
+@compiled
+def doubled(conv: nn.Module, h: Float[Tensor, "B C H W"], skip: Float[Tensor, "B I _H _W"]) -> Tensor:
+    """Each pixel copied to 2x2, a convolution, and the skip connection beside it."""
+    with torch.autocast(h.device.type, enabled=False):  # it would make single precision of it
+        h = nnf.interpolate(h, scale_factor=2, mode="nearest")
+    return torch.cat([conv(h), skip], dim=1)
 
 
 class Residual(nn.Module):
@@ -133,9 +169,7 @@ class Residual(nn.Module):
 
     def forward(self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Float[Tensor, "B C H W"]:
         """Features of the same side."""
-        u = self.conv_in(norm_silu(self.norm_in, h))
-        u = self.conv_out(norm_silu(self.norm_out, u, film))
-        return (h if self.skip is None else self.skip(h)) + u
+        return residual(self, h, film)
 
 
 @dataclass
@@ -232,20 +266,17 @@ class UNet(Backbone):
         route: Route | None = None,
     ) -> Features:
         """See `Backbone.forward`."""
-        rows = self.token(x)
-        if self.mark is not None and marks is not None:
-            rows = rows + marks[..., None].to(rows.dtype) * self.mark
         flow = Flow(list(self._films(t, cond).chunk(len(JOINED), dim=-1)), route)
         blocks = iter(self.blocks)
-        h = next(blocks)(self.stem(as_map(rows)), flow)
+        h = next(blocks)(embedded(self, x, marks), flow)
         flow.skips.append(h)
         for down in self.down:
-            h = next(blocks)(down(h), flow)
+            h = next(blocks)(halved(down, h), flow)
             flow.skips.append(h)
         h = next(blocks)(h, flow)
         h = next(blocks)(torch.cat([h, flow.skips.pop()], dim=1), flow)
         for up in self.up:
-            h = next(blocks)(torch.cat([up(doubled(h)), flow.skips.pop()], dim=1), flow)
+            h = next(blocks)(doubled(up, h, flow.skips.pop()), flow)
         h = next(blocks)(h, flow)
         return Features(as_rows(norm_silu(self.norm, h)), tuple(flow.logits), tuple(flow.gates))
 
@@ -303,6 +334,6 @@ class Encoder(nn.Module):
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
         h = self.stem(as_map(rows))
         for down, block in zip(self.down, self.blocks, strict=True):
-            h = block(down(h), None)
+            h = block(halved(down, h), None)
         pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
         return pooled if pooled.dtype == torch.float64 else pooled.float()

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from emoe.kernels import kernel
+from emoe.kernels import compiled_always
 from emoe.types import Positions, Tokens
 
 ALIGNED = 8  # symbols; rows of 16-bit logits that are not aligned make products on a GPU three times as slow
@@ -100,21 +100,15 @@ class _TotalAndTarget(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor, target: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         dtype = product_dtype(h)
-        totals, chosen = [], []
         w, b = _aligned(weight, bias, dtype)
-        fused = kernel("head", h)
-        for part, y in zip(h.split(chunk), target.split(chunk), strict=True):
-            if fused is not None:
-                both = fused.total_and_target(nnf.linear(part.to(dtype), w, b), y)
-            else:
-                logits = _logits(part.to(dtype), w, b)
-                both = logits.logsumexp(-1), logits.gather(-1, y[:, None]).squeeze(-1)
-            totals.append(both[0])
-            chosen.append(both[1])
-        total = torch.cat(totals)
+        both = [
+            _read(nnf.linear(part.to(dtype), w, b), y)
+            for part, y in zip(h.split(chunk), target.split(chunk), strict=True)
+        ]
+        total, chosen = (torch.cat(values) for values in zip(*both, strict=True))
         ctx.save_for_backward(h, weight, bias, target, total)
         ctx.chunk, ctx.dtype = chunk, dtype
-        return total, torch.cat(chosen)
+        return total, chosen
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -123,22 +117,36 @@ class _TotalAndTarget(torch.autograd.Function):
         w, b = _aligned(weight, bias, ctx.dtype)
         grad_h, size = torch.empty_like(h), len(weight)
         grad_weight, grad_bias = weight.new_zeros(w.shape), bias.new_zeros(b.shape)
-        fused = kernel("head", h)
         for start in range(0, len(h), ctx.chunk):
             here = slice(start, start + ctx.chunk)
             part = h[here].to(ctx.dtype)
-            if fused is not None:
-                slopes = (value[here].contiguous() for value in (total, by_total, by_chosen))
-                by_logits = fused.gradient_in_place(nnf.linear(part, w, b), target[here], *slopes)
-                grad_bias += by_logits.sum(0, dtype=grad_bias.dtype)
-            else:
-                by_logits = (_logits(part, w, b) - total[here, None]).exp_().mul_(by_total[here, None])
-                by_logits.scatter_add_(1, target[here, None], by_chosen[here, None])
-                grad_bias += by_logits.sum(0)
-                by_logits = by_logits.to(ctx.dtype)
+            slopes = (value[here] for value in (target, total, by_total, by_chosen))
+            by_logits = _by_logits(nnf.linear(part, w, b), *slopes)
+            grad_bias += by_logits.sum(0, dtype=grad_bias.dtype)
             grad_h[here] = by_logits @ w
             grad_weight += by_logits.T @ part
         return grad_h, grad_weight[:size], grad_bias[:size], None, None
+
+
+@compiled_always
+def _read(logits: Float[Tensor, "N V"], target: Int[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """log sum_y exp(a_y) and a_target, in at least single precision."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.logsumexp(-1), logits.gather(-1, target[:, None]).squeeze(-1)
+
+
+@compiled_always
+def _by_logits(
+    logits: Float[Tensor, "N V"],
+    target: Int[Tensor, " N"],
+    total: Float[Tensor, " N"],
+    by_total: Float[Tensor, " N"],
+    by_chosen: Float[Tensor, " N"],
+) -> Float[Tensor, "N V"]:
+    """by_total * softmax(a) + by_chosen * one-hot(target), in the precision of the logits."""
+    here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
+    slope = (logits - total[:, None]).exp() * by_total[:, None]
+    return (slope + torch.where(here, by_chosen[:, None], 0.0)).to(logits.dtype)
 
 
 def _aligned(
@@ -154,9 +162,3 @@ def product_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else x.dtype
-
-
-def _logits(h: Float[Tensor, "N K"], weight: Float[Tensor, "V K"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
-    """W h + b in at least single precision."""
-    logits = nnf.linear(h, weight, bias)
-    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,6 +1,6 @@
-"""Fast forms of plain functions for a GPU: Triton kernels and `torch.compile`, chosen once in a process.
+"""Fast forms of plain functions for a GPU: `torch.compile` and one Triton kernel, chosen once in a process.
 
-Every kernel has a plain form next to its only caller, and a test that compares the two. `EMOE_FUSED=0` selects plain
+The kernel has a plain form next to its only caller, and a test that compares the two. `EMOE_FUSED=0` selects plain
 PyTorch everywhere.
 """
 
@@ -32,17 +32,15 @@ def describe(device: torch.device) -> str:
     """The choice of this process, for a log."""
     if device.type != "cuda":
         return "plain PyTorch"
-    return "Triton (norm, head, gelu) and torch.compile" if enabled() else "plain PyTorch (Triton is off or missing)"
+    return "torch.compile and Triton (norm)" if enabled() else "plain PyTorch (Triton is off or missing)"
 
 
-def kernel(name: str, x: Tensor) -> ModuleType | None:
-    """The module `emoe.kernels.NAME` if it fits a tensor: on a GPU, in a precision of at most 32 bits; else None."""
-    return _module(name) if x.is_cuda and x.dtype != torch.float64 and enabled() else None
+def load(name: str) -> ModuleType | None:
+    """The module `emoe.kernels.NAME` where there is a GPU and kernels are enabled; else None.
 
-
-@functools.cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"emoe.kernels.{name}")
+    To be called where the caller is imported: a compiled function cannot import.
+    """
+    return importlib.import_module(f"emoe.kernels.{name}") if torch.cuda.is_available() and enabled() else None
 
 
 @functools.cache
@@ -54,23 +52,34 @@ def _options() -> dict[str, Any]:
 
 
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Compile a function of tensors for training on a GPU; with a CPU, or without gradients, it runs as written.
+    """Compile a function of tensors for training on a GPU; on a CPU, or without gradients, it runs as written.
 
     For functions that are many small operations, where a training step is limited by the number of kernels.
     Evaluation and sampling call the plain form with varying shapes and compile nothing.
     """
+    return _compiled(function, torch.is_grad_enabled, dynamic=False)
+
+
+def compiled_always(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Compile a function of large tensors for a GPU, with and without gradients and once for all shapes."""
+    return _compiled(function, lambda: True, dynamic=None)
+
+
+def _compiled(
+    function: Callable[Arguments, Result], wanted: Callable[[], bool], *, dynamic: bool | None
+) -> Callable[Arguments, Result]:
     made: list[Callable[Arguments, Result]] = []
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
-        if not (on_gpu and torch.is_grad_enabled() and enabled()):
+        if not (on_gpu and wanted() and enabled()):
             return function(*args, **kwargs)
         import torch._dynamo.config as config
 
         config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own
         if not made:
-            made.append(torch.compile(function, dynamic=False, fullgraph=True, options=_options()))
+            made.append(torch.compile(function, dynamic=dynamic, fullgraph=True, options=_options()))
         return made[0](*args, **kwargs)
 
     return call

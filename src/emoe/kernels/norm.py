@@ -175,39 +175,80 @@ def _norm_backward(
         tl.store(dfilm + row * 2 * C + C + channel, dshift.to(dfilm.dtype.element_ty), mask=real)
 
 
-class _NormSiLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, film: Tensor | None, groups: int):
-        x = x.contiguous(memory_format=torch.channels_last)
-        batch, channels, height, width = x.shape
-        y, stats = torch.empty_like(x), torch.empty(batch, 2, channels, device=x.device)
-        if film is not None and film.stride(1) != 1:
-            film = film.contiguous()
-        ctx.groups = groups
-        ctx.save_for_backward(x, gamma, beta, film, stats)
-        parts, options = _options(batch, height * width, channels, groups)
-        _norm_forward[(batch, parts)](
-            x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), y, stats, 1e-5,
-            HAS_FILM=film is not None, **options,
-        )  # fmt: skip
-        return y
+# The kernels are operators of PyTorch's, so that `torch.compile` can compile what is around them.
+@torch.library.custom_op(
+    "emoe::norm_silu",
+    mutates_args=(),
+    schema="(Tensor x, Tensor gamma, Tensor beta, Tensor? film, int groups) -> (Tensor, Tensor)",
+)
+def _norm_silu(x: Tensor, gamma: Tensor, beta: Tensor, film: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:
+    """The result, and (B, 2, C): mean and 1 / standard deviation of each channel's group."""
+    x, film = _aligned(x, film)
+    batch, channels, height, width = x.shape
+    y, stats = torch.empty_like(x), torch.empty(batch, 2, channels, device=x.device)
+    parts, options = _options(batch, height * width, channels, groups)
+    _norm_forward[(batch, parts)](
+        x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), y, stats, 1e-5,
+        HAS_FILM=film is not None, **options,
+    )  # fmt: skip
+    return y, stats
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor):
-        x, gamma, beta, film, stats = ctx.saved_tensors
-        dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
-        batch, channels, height, width = x.shape
-        dx = torch.empty_like(x)
-        dfilm = None if film is None else torch.empty(film.shape, dtype=film.dtype, device=film.device)
-        partial = torch.empty(2, batch, channels, device=x.device)
-        parts, options = _options(batch, height * width, channels, ctx.groups)
-        _norm_backward[(batch, parts)](
-            x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx,
-            gamma if dfilm is None else dfilm, partial, B=batch, HAS_FILM=film is not None, **options,
-        )  # fmt: skip
-        dgamma, dbeta = partial.sum(1).unbind()
-        return dx, dgamma, dbeta, dfilm, None
+
+@torch.library.custom_op(
+    "emoe::norm_silu_backward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor gamma, Tensor beta, Tensor? film, Tensor stats, Tensor dy, int groups)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _norm_silu_backward(
+    x: Tensor, gamma: Tensor, beta: Tensor, film: Tensor | None, stats: Tensor, dy: Tensor, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of gamma and beta as (2, C), and of film; empty without a film."""
+    (x, film), (dy, _) = _aligned(x, film), _aligned(dy.to(x.dtype), None)
+    batch, channels, height, width = x.shape
+    dx, dfilm = torch.empty_like(x), gamma.new_empty(0) if film is None else film.new_empty(film.shape)
+    partial = torch.empty(2, batch, channels, device=x.device)
+    parts, options = _options(batch, height * width, channels, groups)
+    _norm_backward[(batch, parts)](
+        x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx, dfilm,
+        partial, B=batch, HAS_FILM=film is not None, **options,
+    )  # fmt: skip
+    return dx, partial.sum(1), dfilm
+
+
+@_norm_silu.register_fake
+def _(x, gamma, beta, film, groups):
+    y = torch.empty_like(x, memory_format=torch.channels_last)
+    return y, x.new_empty(len(x), 2, x.shape[1], dtype=torch.float32)
+
+
+@_norm_silu_backward.register_fake
+def _(x, gamma, beta, film, stats, dy, groups):
+    dx = torch.empty_like(x, memory_format=torch.channels_last)
+    dfilm = gamma.new_empty(0) if film is None else film.new_empty(film.shape)
+    return dx, gamma.new_empty(2, len(gamma), dtype=torch.float32), dfilm
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.groups = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients(ctx, dy, _):
+    x, gamma, beta, film, stats = ctx.saved_tensors
+    dx, dscale, dfilm = _norm_silu_backward(x, gamma, beta, film, stats, dy, ctx.groups)
+    dgamma, dbeta = dscale.unbind()
+    return dx, dgamma, dbeta, None if film is None else dfilm, None
+
+
+_norm_silu.register_autograd(_gradients, setup_context=_save)
+
+
+def _aligned(x: Tensor, film: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both in the layout that the kernels read."""
+    if film is not None and film.stride(1) != 1:
+        film = film.contiguous()
+    return x.contiguous(memory_format=torch.channels_last), film
 
 
 @functools.cache
@@ -258,5 +299,5 @@ def norm_silu(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, film: Tensor 
         groups: G, which divides C.
         film: (B, 2C), s and h; None: both 0.
     """
-    y: Tensor = _NormSiLU.apply(x, gamma, beta, film, groups)
+    y: Tensor = _norm_silu(x, gamma, beta, film, groups)[0]
     return y

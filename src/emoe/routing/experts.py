@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.diffusion.head import product_dtype
-from emoe.kernels import compiled, kernel
+from emoe.kernels import compiled, compiled_always
 from emoe.types import Gate
 
 Dispatch = Literal["auto", "loop", "grouped", "dense", "sliced"]
@@ -132,11 +132,7 @@ class RoutedExperts(nn.Module):
         ends = torch.searchsorted(sorted_expert, experts, right=True).to(torch.int32)
         w_in, w_out = self._weights(product_dtype(rows_NK))
         hidden = _grouped_mm(_Permute.apply(rows_NK, order), w_in, ends)
-        fused = kernel("gelu", hidden) if self.approximate == "tanh" else None
-        if fused is not None:
-            hidden = fused.biased_gelu(hidden, self.b_in, sorted_expert)
-        else:
-            hidden = self._activate(hidden + _expand_bias(self.b_in, sorted_expert))
+        hidden = _BiasedGelu.apply(hidden, self.b_in, sorted_expert, self.approximate)
         out = _grouped_mm(hidden, w_out, ends) + _expand_bias(self.b_out, sorted_expert)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return _Permute.apply(out, inverse)
@@ -206,6 +202,35 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _expand_bias(bias: Float[Tensor, "E F"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N F"]:
     """The bias of each row's expert; a product with one-hot rows, whose backward is far cheaper than indexing's."""
     return nnf.one_hot(expert, len(bias)).to(bias.dtype) @ bias
+
+
+class _BiasedGelu(torch.autograd.Function):
+    """gelu(u_n + b_expert(n)) for rows u (N, F) and bias (E, F); the backward pass computes the sum again."""
+
+    @staticmethod
+    def forward(ctx, u: Tensor, bias: Tensor, expert: Tensor, approximate: str) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
+        ctx.save_for_backward(u, bias, expert)
+        ctx.approximate = approximate
+        return _biased_gelu(u, bias, expert, approximate)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: D102
+        u, bias, expert = ctx.saved_tensors
+        du = _biased_gelu_slope(u, bias, expert, dy, ctx.approximate)
+        mine = expert == torch.arange(len(bias), device=expert.device)[:, None]
+        return du, (mine.to(du.dtype) @ du).to(bias.dtype), None, None
+
+
+@compiled_always
+def _biased_gelu(u: Tensor, bias: Tensor, expert: Tensor, approximate: str) -> Tensor:
+    return nnf.gelu(u + bias[expert], approximate=approximate).to(u.dtype)
+
+
+@compiled_always
+def _biased_gelu_slope(u: Tensor, bias: Tensor, expert: Tensor, dy: Tensor, approximate: str) -> Tensor:
+    z = u + bias[expert]
+    return torch.ops.aten.gelu_backward(dy.to(z.dtype), z, approximate=approximate).to(u.dtype)
 
 
 class _Permute(torch.autograd.Function):
