@@ -3,8 +3,9 @@
     git archive 6076d38 src | tar -x -C .baseline
     PYTHONPATH=src python benchmarks/versions.py .baseline/src src lm1b-mdlm lm1b-emoe news-small-emoe
 
-For each recipe every tree gets a process of its own, which waits while the other one works. Times on shared machines
-are noisy: compare the medians of one call. `--call` also times network calls outside training, of E-MoE against MDLM.
+For each recipe every tree gets a process of its own, which waits while the others work. All processes start together,
+so they must fit on the device. Times on shared machines are noisy: compare the medians of one command.
+`--call` also times network calls and draws outside training, of E-MoE against MDLM at LM1B size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 SPACES = {"lm1b": (30_522, 103, 128), "news": (30_522, 103, 128), "mnist": (3, 2, 1024), "toy": (51, 50, 2)}
@@ -66,8 +66,35 @@ def work(recipe: str) -> None:
         print(json.dumps(run(int(line))), flush=True)
 
 
-def call_times(rows: int, nfe: int) -> dict[str, float]:
-    """Milliseconds of a network call and of a whole draw outside training, at LM1B size in bf16."""
+class Worker:
+    """A process that steps a recipe of one source tree."""
+
+    def __init__(self, tree: str, recipe: str):
+        command = [sys.executable, __file__, "--work", recipe]
+        environment = os.environ | {"PYTHONPATH": tree}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def read(self) -> Any:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def run(self, steps: int) -> float:
+        """Milliseconds of a step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        return float(self.read())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def call_times(rows: int, nfe: int) -> dict[str, list[float]]:
+    """Milliseconds of a network call and of a whole draw outside training, at LM1B size in bf16, turn by turn."""
     import torch
 
     from emoe.methods.base import SamplerConfig
@@ -101,32 +128,30 @@ def call_times(rows: int, nfe: int) -> dict[str, float]:
                 pool = draw(method, rows, nfe, seed=turn, sampler=SamplerConfig(kind=kind), precision="bf16")
                 if turn:
                     times.setdefault(f"{name}, draw, {kind}", []).append(1000 * pool.seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
-def compare(trees: list[Path], recipe: str, rounds: int, steps: int) -> None:
-    """Print the medians of both trees and their ratio."""
-    workers: list[Any] = []
-    for tree in trees:
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        command = [sys.executable, __file__, "--work", recipe]
-        workers.append(
-            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-    ready = [worker.stdout.readline() for worker in workers]
-    times: list[list[float]] = [[] for _ in trees]
-    for _ in range(rounds):
-        for worker, values in zip(workers, times, strict=True):
-            worker.stdin.write(f"{steps}\n")
-            worker.stdin.flush()
-            values.append(json.loads(worker.stdout.readline()))
-    for worker in workers:
-        worker.stdin.close()
-        worker.wait()
-    medians = [statistics.median(values) for values in times]
-    notes = " ".join(line.strip() for line in ready)
-    print(f"{recipe:<18}" + "".join(f"{m:>10.3f}" for m in medians) + f"{medians[-1] / medians[0]:>9.3f}  {notes}")
-    sys.stdout.flush()
+def report(times: dict[str, list[float]], path: str | None, wall_s: float) -> None:
+    """Print medians; record them as rows of the task benchmark."""
+    from emoe.reporting.provenance import describe_machine
+    from emoe.reporting.results import Row, RunInfo, record
+
+    rows = []
+    for name, values in times.items():
+        recipe, _, what = name.partition(", ")
+        middle, error = statistics.median(values), statistics.stdev(values) / len(values) ** 0.5
+        print(f"{name:<44}{middle:>10.3f} ms ± {error:.3f}", flush=True)
+        rows.append(
+            Row(
+                task="benchmark", data="versions-gpu", method=what, recipe=recipe, seed=0, nfe=None, metric="time_ms",
+                value=round(middle, 4), stderr=round(error, 4), n=len(values),
+            )
+        )  # fmt: skip
+    if path:
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        record(path, RunInfo(command=" ".join(sys.argv), wall_s=round(wall_s, 1), **describe_machine(device)), rows)
 
 
 def main() -> None:
@@ -135,17 +160,31 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="two source trees, then recipes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--call", action="store_true")
+    parser.add_argument("--alone", nargs="*", default=[], help="recipes of the second tree only")
+    parser.add_argument("--call", action="store_true", help="also times of calls and draws outside training")
+    parser.add_argument("--record", help="results file")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(args.work)
         return
+    began, times = time.monotonic(), dict[str, list[float]]()
+    trees = {"before": args.names[0], "after": args.names[1]}
+    groups = {recipe: {name: Worker(tree, recipe) for name, tree in trees.items()} for recipe in args.names[2:]}
+    groups |= {recipe: {"after": Worker(trees["after"], recipe)} for recipe in args.alone}
+    for recipe, workers in groups.items():
+        for name, worker in workers.items():
+            print(f"{recipe}, {name}: {worker.read()}, {time.monotonic() - began:.0f} s", flush=True)
+    for recipe, workers in groups.items():
+        for _ in range(args.rounds):
+            for name, worker in workers.items():
+                times.setdefault(f"{recipe}, {name}", []).append(worker.run(args.steps))
+        for worker in workers.values():
+            worker.close()
+    report(times, args.record, time.monotonic() - began)
     if args.call:
-        for name, value in call_times(250, 8).items():
-            print(f"{name:<28}{value:>10.2f} ms", flush=True)
-    for recipe in args.names[2:]:
-        compare([Path(name) for name in args.names[:2]], recipe, args.rounds, args.steps)
+        calls = {f"lm1b-{name}": values for name, values in call_times(250, 8).items()}
+        report(calls, args.record, time.monotonic() - began)
 
 
 if __name__ == "__main__":
