@@ -1,11 +1,11 @@
-"""Step times of two source trees, turn by turn in one call, on rows of random tokens.
+"""Step times of several source trees, turn by turn in one command, on rows of random tokens.
 
     git archive 6076d38 src | tar -x -C .baseline
-    PYTHONPATH=src python benchmarks/versions.py .baseline/src src lm1b-mdlm lm1b-emoe news-small-emoe
+    python benchmarks/versions.py before=.baseline/src after=src news-small-mdlm mnist-emoe@after --calls
 
-For each recipe every tree gets a process of its own, which waits while the others work. All processes start together,
-so they must fit on the device. Times on shared machines are noisy: compare the medians of one command.
-`--call` also times network calls and draws outside training, of E-MoE against MDLM at LM1B size.
+Each recipe and tree gets a process of its own. All processes start together, so they must fit on the device; then each
+works while the others wait. Times on shared machines are noisy: compare the medians of one command.
+`--calls` times network calls and whole draws outside training, of E-MoE against MDLM at LM1B size in bf16.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 SPACES = {"lm1b": (30_522, 103, 128), "news": (30_522, 103, 128), "mnist": (3, 2, 1024), "toy": (51, 50, 2)}
+ROWS, NFE = 250, 8  # of the draws that are timed
+Times = dict[str, float]  # what -> milliseconds
 
 
-def work(recipe: str) -> None:
-    """A process of one tree: builds the training step, then runs as many steps as each line of its input says."""
+def stepping(recipe: str, batch: int | None) -> Callable[[int], Times]:
+    """Build a training step; the function runs so many of them."""
     import torch
 
     from emoe.engine.stepper import Stepper
@@ -38,18 +41,17 @@ def work(recipe: str) -> None:
     torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
     torch.backends.cudnn.benchmark = True
     method = experiment.build_method(space).to(device)
-    generator = torch.Generator().manual_seed(0)
     symbols = torch.tensor([v for v in range(space.size) if v != space.mask_id])
-    rows = symbols[torch.randint(len(symbols), (8, train.batch, space.length), generator=generator)].to(device)
+    shape = 8, batch or train.batch, space.length
+    rows = symbols[torch.randint(len(symbols), shape, generator=torch.Generator().manual_seed(0))].to(device)
     options: dict[str, Any] = {"optim": experiment.optim, "train": train}
     if "train" not in inspect.signature(Stepper).parameters:  # trees up to version 0.1
         options = {"optim": experiment.optim, "total": train.steps, "ema": train.ema}
         options |= {"precision": train.precision, "graph": train.cuda_graph}
-    rng = Rng(0, device=device)
-    stepper = Stepper(method, lambda step: rows[step % 8], method.ramps, **options, rng=rng)
+    stepper = Stepper(method, lambda step: rows[step % 8], method.ramps, **options, rng=Rng(0, device=device))
     step = 0
 
-    def run(count: int) -> float:
+    def run(count: int) -> Times:
         nonlocal step
         start = time.perf_counter()
         for _ in range(count):
@@ -57,44 +59,14 @@ def work(recipe: str) -> None:
             step += 1
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - start) / count
+        return {"step": 1000 * (time.perf_counter() - start) / count}
 
     run(6)
-    memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-    print(json.dumps({"memory_gb": round(memory, 1), "loss": float(stepper.loss.total)}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(int(line))), flush=True)
+    return run
 
 
-class Worker:
-    """A process that steps a recipe of one source tree."""
-
-    def __init__(self, tree: str, recipe: str):
-        command = [sys.executable, __file__, "--work", recipe]
-        environment = os.environ | {"PYTHONPATH": tree}
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def read(self) -> Any:
-        """The next line of its output."""
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def run(self, steps: int) -> float:
-        """Milliseconds of a step."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        return float(self.read())
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
-
-
-def call_times(rows: int, nfe: int) -> dict[str, list[float]]:
-    """Milliseconds of a network call and of a whole draw outside training, at LM1B size in bf16, turn by turn."""
+def calling() -> Callable[[int], Times]:
+    """Build MDLM and E-MoE at LM1B size; the function times network calls and draws of both."""
     import torch
 
     from emoe.methods.base import SamplerConfig
@@ -110,81 +82,119 @@ def call_times(rows: int, nfe: int) -> dict[str, list[float]]:
         methods[name] = get_recipe(f"lm1b-{name}").build_method(space).to(device).eval()
         for parameter in methods[name].parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)  # routes that differ
-    x = torch.full((rows, space.length), space.mask_id, device=device)
-    times: dict[str, list[float]] = {}
-    for turn in range(8):
+    x = torch.full((ROWS, space.length), space.mask_id, device=device)
+    t, reveal = torch.ones(ROWS, device=device), x == space.mask_id
+
+    @torch.no_grad()
+    def run(count: int) -> Times:
+        times = {}
         for name, method in methods.items():
-            t, reveal = torch.ones(rows, device=device), x == space.mask_id
-            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for number in range(10):
-                    inputs = method.prior(ReverseStep(x, t, reveal, nfe), Rng(number, device=device))
+                for number in range(count):
+                    inputs = method.prior(ReverseStep(x, t, reveal, NFE), Rng(number, device=device))
                     method.backbone(x, t, **inputs)
                 torch.cuda.synchronize()
-            if turn:
-                times.setdefault(f"{name}, call", []).append(100 * (time.perf_counter() - start))
+            times[f"{name}, network call"] = 1000 * (time.perf_counter() - start) / count
             for kind in ("plain", "reveal-first"):
-                pool = draw(method, rows, nfe, seed=turn, sampler=SamplerConfig(kind=kind), precision="bf16")
-                if turn:
-                    times.setdefault(f"{name}, draw, {kind}", []).append(1000 * pool.seconds)
-    return times
+                pool = draw(method, ROWS, NFE, seed=0, sampler=SamplerConfig(kind=kind), precision="bf16")
+                times[f"{name}, call of a {kind} draw"] = 1000 * pool.seconds / NFE
+            torch.cuda.empty_cache()
+        return times
+
+    run(2)
+    return run
 
 
-def report(times: dict[str, list[float]], path: str | None, wall_s: float) -> None:
+def work(what: str, batch: int | None) -> None:
+    """A process: says that it is ready, then works whenever a line of its input says how much."""
+    import torch
+
+    run = calling() if what == "calls" else stepping(what, batch)
+    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    print(json.dumps({"memory_gb": round(memory, 1)}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(int(line))), flush=True)
+
+
+class Worker:
+    """A process that works on a recipe with one source tree."""
+
+    def __init__(self, tree: str, what: str, batch: int | None):
+        command = [sys.executable, __file__, "--work", what, *(["--batch", str(batch)] if batch else [])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def read(self) -> Any:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def run(self, count: int) -> Times:
+        """Milliseconds of what it does."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        return dict(self.read())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def report(what: str, tree: str, turns: list[Times], record_path: str | None, wall_s: float) -> None:
     """Print medians; record them as rows of the task benchmark."""
     from emoe.reporting.provenance import describe_machine
     from emoe.reporting.results import Row, RunInfo, record
 
     rows = []
-    for name, values in times.items():
-        recipe, _, what = name.partition(", ")
+    for name in turns[0]:
+        values = [times[name] for times in turns]
         middle, error = statistics.median(values), statistics.stdev(values) / len(values) ** 0.5
-        print(f"{name:<44}{middle:>10.3f} ms ± {error:.3f}", flush=True)
-        rows.append(
-            Row(
-                task="benchmark", data="versions-gpu", method=what, recipe=recipe, seed=0, nfe=None, metric="time_ms",
-                value=round(middle, 4), stderr=round(error, 4), n=len(values),
-            )
-        )  # fmt: skip
-    if path:
+        print(f"{what}, {tree}, {name:<40}{middle:>10.3f} ms ± {error:.3f}", flush=True)
+        fields: dict[str, Any] = {"method": f"{tree}, {name}", "recipe": what, "seed": 0, "nfe": None}
+        fields |= {"value": round(middle, 4), "stderr": round(error, 4), "n": len(values)}
+        rows.append(Row(task="benchmark", data="versions-gpu", metric="time_ms", **fields))
+    if record_path:
         import torch
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        record(path, RunInfo(command=" ".join(sys.argv), wall_s=round(wall_s, 1), **describe_machine(device)), rows)
+        machine = describe_machine("cuda" if torch.cuda.is_available() else "cpu")
+        record(record_path, RunInfo(command=" ".join(sys.argv), wall_s=round(wall_s, 1), **machine), rows)
 
 
 def main() -> None:
-    """Compare recipe after recipe."""
+    """Start everything, then work turn by turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="two source trees, then recipes")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("names", nargs="*", help="NAME=TREE for each source tree, then recipes: RECIPE[@NAME,NAME]")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--alone", nargs="*", default=[], help="recipes of the second tree only")
-    parser.add_argument("--call", action="store_true", help="also times of calls and draws outside training")
+    parser.add_argument("--batch", type=int, help="rows of a step; default: the recipe's")
+    parser.add_argument("--calls", action="store_true", help="time calls and draws too, of the last tree")
     parser.add_argument("--record", help="results file")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work)
+        work(args.work, args.batch)
         return
-    began, times = time.monotonic(), dict[str, list[float]]()
-    trees = {"before": args.names[0], "after": args.names[1]}
-    groups = {recipe: {name: Worker(tree, recipe) for name, tree in trees.items()} for recipe in args.names[2:]}
-    groups |= {recipe: {"after": Worker(trees["after"], recipe)} for recipe in args.alone}
-    for recipe, workers in groups.items():
-        for name, worker in workers.items():
-            print(f"{recipe}, {name}: {worker.read()}, {time.monotonic() - began:.0f} s", flush=True)
-    for recipe, workers in groups.items():
-        for _ in range(args.rounds):
-            for name, worker in workers.items():
-                times.setdefault(f"{recipe}, {name}", []).append(worker.run(args.steps))
-        for worker in workers.values():
+    began = time.monotonic()
+    trees = dict(name.split("=", 1) for name in args.names if "=" in name)
+    tasks = [("calls", [*trees][-1])] * args.calls
+    for name in args.names:
+        if "=" not in name:
+            recipe, _, some = name.partition("@")
+            tasks += [(recipe, tree) for tree in (some.split(",") if some else trees)]
+    workers = {(what, tree): Worker(trees[tree], what, args.batch) for what, tree in tasks}
+    for (what, tree), worker in workers.items():
+        print(f"{what}, {tree}: {worker.read()}, {time.monotonic() - began:.0f} s", flush=True)
+    for what in dict.fromkeys(what for what, _ in tasks):
+        own = {tree: worker for (name, tree), worker in workers.items() if name == what}
+        turns = [{tree: worker.run(args.steps) for tree, worker in own.items()} for _ in range(args.rounds)]
+        for tree, worker in own.items():
             worker.close()
-    report(times, args.record, time.monotonic() - began)
-    if args.call:
-        calls = {f"lm1b-{name}": values for name, values in call_times(250, 8).items()}
-        report(calls, args.record, time.monotonic() - began)
+            report(what, tree, [turn[tree] for turn in turns], args.record, time.monotonic() - began)
 
 
 if __name__ == "__main__":

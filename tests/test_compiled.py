@@ -48,6 +48,7 @@ cases = {
     categorical.gumbel_from_uniform: [(torch.rand(3, 4, dtype=torch.float64),)],
     times._in_strata: [(torch.rand(9, dtype=torch.float64), 5, 0.0), (torch.rand(4, dtype=torch.float64), 2, 1e-3)],
     routes._relaxed: [(logits, noise, torch.tensor(0.5), 2), (logits, noise, 0.5, 4), (logits, noise, 0.5, 1)],
+    routes._perturbed: [(logits, torch.rand(2, 6, 4, dtype=torch.float64), 0.5)],
     latent._stats: [(logits, other, route, (6,)), (logits, other, route, (4, 2))],
     experts._weighted: [(normal(3, 2), normal(3, 8), normal(3, 8)), (normal(3, 2), normal(3, 8))],
     experts._all_experts: [
@@ -55,6 +56,7 @@ cases = {
     ],
     experts._biased_gelu: [(normal(3, 5), normal(4, 5), pair[:, 0], kind) for kind in ("none", "tanh")],
     experts._biased_gelu_slope: [(normal(3, 5), normal(4, 5), pair[:, 0], torch.randn(3, 5), "tanh")],
+    experts._restored: [(normal(3, 5), normal(4, 5), pair[:, 0], torch.tensor([2, 0, 1]))],
     head._read: [(normal(3, 20), torch.tensor([0, 4, 19])), (normal(3, 20).bfloat16(), torch.tensor([0, 4, 19]))],
     head._by_logits: [(normal(3, 20), torch.tensor([0, 4, 19]), torch.rand(3), torch.rand(3), torch.rand(3))],
     unet.embedded: [(net, torch.randint(3, (2, 16)), torch.rand(2, 16) > 0.5)],
@@ -88,7 +90,7 @@ print("all", len(cases))
 def test_each_compiles_as_a_whole_to_the_same_function() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout == "all 23\n", done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout == "all 25\n", done.stderr[-2000:]
 
 
 def test_the_list_above_is_complete() -> None:
@@ -96,7 +98,7 @@ def test_the_list_above_is_complete() -> None:
         path.name for path in Path(emoe.__file__).parent.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("@compiled")
     ]  # fmt: skip
-    assert len(marked) == 23
+    assert len(marked) == 25
 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

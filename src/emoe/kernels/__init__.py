@@ -73,8 +73,8 @@ def _compiled(
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
-        if not (on_gpu and wanted() and enabled()):
-            return function(*args, **kwargs)
+        if torch.compiler.is_compiling() or not (on_gpu and wanted() and enabled()):
+            return function(*args, **kwargs)  # as it is written, also as a part of another compiled function
         import torch._dynamo.config as config
 
         config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own

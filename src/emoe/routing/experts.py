@@ -63,11 +63,12 @@ class RoutedExperts(nn.Module):
         if path == "dense":
             return self._dense(rows, expert, weight).view_as(x)
         run = {"grouped": self._grouped, "sliced": self._sliced, "loop": self._loop}[path]
-        outs = [run(rows, expert[:, 0])]
-        if torch.is_grad_enabled() and weight.requires_grad:
-            with torch.no_grad():
-                outs += [run(rows, expert[:, j]) for j in range(1, expert.shape[1])]
-        return _weighted(weight, *outs).view_as(x)
+        first = run(rows, expert[:, 0])
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return first.view_as(x)  # its weight is 1
+        with torch.no_grad():
+            others = [run(rows, expert[:, j]) for j in range(1, expert.shape[1])]
+        return _weighted(weight, first, *others).view_as(x)
 
     def every(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "E B P K"]:
         """The output of each expert on all of x."""
@@ -133,9 +134,11 @@ class RoutedExperts(nn.Module):
         w_in, w_out = self._weights(product_dtype(rows_NK))
         hidden = _grouped_mm(_Permute.apply(rows_NK, order), w_in, ends)
         hidden = _BiasedGelu.apply(hidden, self.b_in, sorted_expert, self.approximate)
-        out = _grouped_mm(hidden, w_out, ends) + _expand_bias(self.b_out, sorted_expert)
+        out = _grouped_mm(hidden, w_out, ends)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return _Permute.apply(out, inverse)
+        if not torch.is_grad_enabled():
+            return _restored(out, self.b_out, expert, inverse)
+        return _Permute.apply(out + _expand_bias(self.b_out, sorted_expert), inverse)
 
     def _order(self, expert: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
         """Rows sorted by expert. A GPU sorts by radix, so short keys take an eighth of the time."""
@@ -197,6 +200,12 @@ def _uniform(*shape: int, fan_in: int) -> Tensor:
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     dtype = product_dtype(rows)  # autocast does not know grouped products
     return _ContiguousGrad.apply(nnf.grouped_mm(rows.to(dtype), weight, offs=ends))
+
+
+@compiled_always
+def _restored(out: Tensor, bias: Tensor, expert: Tensor, inverse: Tensor) -> Tensor:
+    """Sorted rows back in their order, with the bias of each row's expert, in the precision of the rows."""
+    return (out[inverse] + bias[expert]).to(out.dtype)
 
 
 def _expand_bias(bias: Float[Tensor, "E F"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N F"]:

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.diffusion.categorical import gumbel
-from emoe.kernels import compiled
+from emoe.diffusion.categorical import gumbel, gumbel_from_uniform
+from emoe.kernels import compiled, compiled_always
 from emoe.types import Gate, Route, RouterLogits
 
 
@@ -126,10 +126,16 @@ def sharpened(generator: torch.Generator, route_tau: float) -> Route:
         return greedy()
 
     def policy(block: int, logits: RouterLogits) -> Gate:
-        noise = gumbel(tuple(logits.shape), generator)
-        return _hard(torch.log_softmax(logits.double(), -1) / route_tau + noise, logits)
+        u = torch.rand(logits.shape, generator=generator, device=logits.device, dtype=torch.float64)
+        return _hard(_perturbed(logits, u, route_tau), logits)
 
     return policy
+
+
+@compiled_always
+def _perturbed(logits: RouterLogits, u: RouterLogits, route_tau: float) -> RouterLogits:
+    """log rho / tau_s + Gumbel in float64, up to a constant in each row."""
+    return logits.double() / route_tau + gumbel_from_uniform(u)
 
 
 def greedy() -> Route:
