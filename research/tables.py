@@ -186,6 +186,49 @@ def mnist_steps(results: Results) -> list[Table]:
     return build(["MNIST, 64 images a step"], lines, columns, note)
 
 
+def version_steps(results: Results) -> list[Table]:
+    """Training steps of this version and of commit 6076d38, the last before the refactoring, in one command."""
+    part = results.only(data="versions-gpu", metric="time_ms", method=["before, step", "after, step", "plain, step"])
+    recipes = sorted({str(row.recipe) for row in part.rows})
+    lines = [Line((recipe,), part.select(recipe=recipe)) for recipe in recipes]
+    before, after, plain = (
+        Number("time_ms", {"method": f"{tree}, step"}, ".2f", measured=True) for tree in ("before", "after", "plain")
+    )
+
+    def ratio(line: Line) -> str:
+        old, new = before.mean(line), after.mean(line)
+        return f"{new.mean / old.mean:.3f}" if old and new else DASH
+
+    columns: list[Column] = [
+        ("6076d38", before), ("now", after), ("now / 6076d38", ratio), ("without the norm kernel", plain),
+    ]  # fmt: skip
+    turns = span(row.n for row in part.rows)
+    note = (
+        f"Milliseconds of a training step, medians of {turns} turns of processes that work one after the other. LM1B "
+        f"with half of its batch, 256 rows, so that all four processes fit on the device. Made at {source_of(part)}."
+    )
+    return build(["Recipe"], lines, columns, note)
+
+
+def sampling_calls(results: Results) -> list[Table]:
+    """A network call and the calls of a draw outside training, of E-MoE against MDLM."""
+    part = results.only(data="versions-gpu", recipe="calls")
+    kinds = {"network call": "network alone", "call of a plain draw": "sampler plain"}
+    kinds["call of a reveal-first draw"] = "sampler reveal-first"
+
+    def of(method: str, kind: str, line: Line) -> float:
+        return float(select(line.rows, method=f"after, {method}, {kind}")[0].value)
+
+    lines = [Line((label,), part.rows, kind) for kind, label in kinds.items()] * bool(part.rows)
+    columns: list[Column] = [
+        ("MDLM (ms)", lambda line: f"{of('mdlm', line.method, line):.1f}"),
+        ("E-MoE (ms)", lambda line: f"{of('emoe', line.method, line):.1f}"),
+        ("ratio", lambda line: f"{of('emoe', line.method, line) / of('mdlm', line.method, line):.3f}"),
+    ]
+    note = f"LM1B size, 250 rows of 128 tokens, 8 calls, bf16; medians of 5 turns. Made at {source_of(part)}."
+    return build(["One call"], lines, columns, note)
+
+
 def step_variants(results: Results) -> list[Table]:
     """The training step of every way to learn the latent, beside the paper's reading in the same run."""
     rows = results.select(metric="step_ms", data="toy-step-gpu")
@@ -272,6 +315,8 @@ BLOCKS: dict[str, Block] = {
     "toy-source": block(toy_source, "toy"),
     "toy-gaps": block(toy_gaps, "toy"),
     "mnist-steps": block(mnist_steps, "benchmark", command="python benchmarks/step_time.py --record"),
+    "version-steps": block(version_steps, "benchmark", command="python benchmarks/versions.py --record"),
+    "sampling-calls": block(sampling_calls, "benchmark", command="python benchmarks/versions.py --calls --record"),
     "step-variants": block(step_variants, "benchmark", command="python benchmarks/step_time.py --record"),
     "scaling-64-table": block(scaling_tables, "scaling-64", command="emoe reproduce scaling"),
     "scaling-64-health": block(health_tables, "scaling-64", command="emoe reproduce scaling"),
