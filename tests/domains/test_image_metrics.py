@@ -13,7 +13,7 @@ import torch
 from emoe.domains.images import metrics
 from emoe.domains.images.classifier import SIDES, load_classifier
 from emoe.domains.images.data import Digits, DigitsConfig, Images
-from emoe.domains.images.metrics import fold_means, frechet_distance, jackknife, neighbour_measures, neighbours, radii
+from emoe.domains.images.metrics import fold_means, frechet_distance, jackknife, neighbour_measures, radii
 from emoe.types import Measurement
 
 OF_FEATURES = ["frechet", "frechet_real", "precision", "recall", "density", "coverage", "confidence", "class_entropy"]
@@ -146,10 +146,10 @@ def test_neighbour_measures_equal_plain_loops(
 def test_balls_worked_out_by_hand() -> None:
     real = torch.arange(6).double()[:, None]
     assert radii(real).tolist() == [5, 4, 3, 3, 4, 5]
-    balls, reached, hits = neighbours(torch.tensor([[8.0], [20.0]]).double(), real, folds=2)
-    assert balls.tolist() == [2, 0]  # 8 is within 4 of 4, just so, and within 5 of 5
-    assert hits.tolist() == [[0, 0]] * 4 + [[1, 0]] * 2
-    assert reached.all()  # the only neighbour of 8 is 12 away
+    precision, recall, density, coverage = neighbour_measures(torch.tensor([[8.0], [20.0]]).double(), real)
+    assert precision.value == 50 and density.value == 100 * (2 + 0) / 2 / 5  # 8 is within 4 of 4, just so, and 5 of 5
+    assert coverage.value == pytest.approx(100 * 2 / 6) and coverage.stderr is None  # 2 samples make no folds
+    assert recall.value == 100  # the only neighbour of 8 is 12 away
     assert radii(torch.zeros(7, 2).double()).tolist() == [0.0] * 7  # twins count, the point itself does not
 
 
@@ -166,8 +166,8 @@ def test_jackknife_of_a_mean_is_the_error_of_a_mean_of_folds() -> None:
     values = [mean.item() for mean in fold_means(rows)]
     folds = [rows[fold::10].mean().item() for fold in range(10)]
     assert values[0] == pytest.approx(rows.mean().item()) and len(values) == 11
-    assert jackknife(values[1:]) == pytest.approx(np.std(folds, ddof=1) / math.sqrt(10))
-    assert jackknife([mean.item() for mean in fold_means(rows[:3])][1:]) is None
+    assert jackknife("x", values, 50).stderr == pytest.approx(np.std(folds, ddof=1) / math.sqrt(10))
+    assert len(list(fold_means(rows[:3]))) == 1 and jackknife("x", values[:1], 3).stderr is None
 
 
 # --- all of them on digits

@@ -101,7 +101,6 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "r
     has_words: ClassVar[bool] = False  # `write` gives text, not numbers
 
     def build(self, seed: int) -> Domain:
-        """Make the domain."""
         raise NotImplementedError
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
@@ -141,20 +140,19 @@ def permutation(n: int, *stream: object) -> Int[Tensor, " n"]:
 
 
 class SplitDomain(Domain):
-    """A domain with a fixed split of held-out rows."""
+    """A domain with a fixed split of held-out rows, of which `fresh` draws without replacement."""
 
     test_rows: Integer[Tensor, "M L"]
     stream: ClassVar[str]  # of random numbers for `fresh`
 
     def fresh(self, n: int, seed: int) -> Rows:
-        """`n` of the held-out rows, drawn by `seed` without replacement."""
-        rows = self.test_rows
-        if n > len(rows):  # repeating rows would make errors look smaller than they are
+        most = len(self.test_rows)
+        if n > most:  # repeating rows would make errors look smaller than they are
             raise DataError(
                 f"{self.name}: {n:,} rows that were not trained on are asked for, but the held-out split has "
-                f"{len(rows):,}; ask for at most that many (emoe eval --rows {len(rows)})"
+                f"{most:,}; ask for at most that many (emoe eval --rows {most})"
             )
-        return rows[permutation(len(rows), self.stream, "fresh", seed)[:n]].long()
+        return self.test_rows[permutation(most, self.stream, "fresh", seed)[:n]].long()
 
 
 class ShuffledRows:
@@ -179,7 +177,6 @@ class ShuffledRows:
         return permutation(len(self.rows), self.seed, "data", epoch).to(self.rows.device)
 
     def __call__(self, step: int) -> Int[Tensor, "B L"]:
-        """Rows of step h for this rank."""
         count, n = self.batch // self.world, len(self.rows)
         start = step * self.batch + self.rank * count
         epochs = range(start // n, -(-(start + count) // n))

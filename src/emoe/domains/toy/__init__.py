@@ -34,17 +34,15 @@ class ToyConfig(DomainConfig, kind="toy"):
     points: int = option(20_000, doc="training points", low=2)
 
     def conflicts(self) -> Iterator[str]:
-        """An unknown density, which a script may name without passing through `from_dict`."""
-        if self.density not in get_args(Density):
+        if self.density not in get_args(Density):  # of a script, which does not pass through `from_dict`
             yield f"density: {self.density!r} is not known; allowed: {', '.join(get_args(Density))}"
 
     def build(self, seed: int) -> Toy:
-        """Draw the centres of 8-modes and the training points."""
         return Toy(self, seed)
 
 
 class Toy(Domain):
-    """Rows of L = 2 tokens in 0..49; the mask is 50 and V = 51."""
+    """Rows of L = 2 tokens in 0..49; the mask is 50 and V = 51. Only the centres of 8-modes depend on the seed."""
 
     task: ClassVar[str] = "toy"
 
@@ -56,11 +54,9 @@ class Toy(Domain):
         self.rows = self._draw(config.points, "train")
 
     def _draw(self, n: int, *stream: object) -> Int[Tensor, "n 2"]:
-        """n rows from the random stream of that name; differently named streams are independent."""
         return tokenise(self.density.draw(n, random_state(derive_seed(self.seed, "toy", self.name, *stream))))
 
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n 2"]:
-        """`n` rows of the same density (the same centres) that were not trained on."""
         return self._draw(n, "fresh", seed)
 
     def cell_probabilities(self) -> Float[Tensor, "50 50"]:

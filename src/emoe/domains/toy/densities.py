@@ -1,8 +1,8 @@
-"""Planar densities that can be drawn from and whose law over token pairs is known exactly.
+"""Planar densities: points are drawn by `draw`, and the law over token pairs is known exactly, `law`.
 
 8-modes and swiss-roll are those of App. B.1, the others are ours. Most are curves plus isotropic Gaussian noise, the
 checkerboard is a set of uniform squares. All lie in about [-2.8, 2.8]^2, where the 49 edges of the tokens resolve
-them, and none is a product of its marginals. Only the centres of 8-modes depend on a seed.
+them, and none is a product of its marginals.
 """
 
 from __future__ import annotations
@@ -91,12 +91,10 @@ class Modes:
     noise: float = 0.09
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
-        """A cluster, then noise."""
         cluster = state.randint(len(self.centres), size=n)
         return self.centres[cluster] + self.noise * state.standard_normal((n, 2))
 
     def law(self) -> Law:
-        """Exact law over token pairs."""
         return mixture_law(self.centres, np.full(len(self.centres), 1 / len(self.centres)), self.noise)
 
 
@@ -105,10 +103,9 @@ class SwissRoll:
     """First and third coordinate of scikit-learn's Swiss roll, divided by 7.5."""
 
     noise: float = 0.45
-    scale: float = 7.5
 
     def curve(self, u: Numbers) -> Points:
-        """The roll before scaling: (s cos s, s sin s) with s = 3 pi / 2 * (1 + 2u), u in [0, 1]."""
+        """The roll before it is divided: (s cos s, s sin s) with s = 3 pi / 2 * (1 + 2u), u in [0, 1]."""
         s = 1.5 * np.pi * (1 + 2 * u)
         return polar(s, s)
 
@@ -116,12 +113,11 @@ class SwissRoll:
         """The points of `make_swiss_roll(n, noise=..., random_state=state)`, whose second coordinate is dropped."""
         points = self.curve(state.uniform(size=n))
         state.uniform(size=n)  # along the roll's axis
-        return (points + self.noise * state.standard_normal((3, n))[[0, 2]].T) / self.scale
+        return (points + self.noise * state.standard_normal((3, n))[[0, 2]].T) / 7.5
 
     def law(self) -> Law:
-        """The integral over u of the Gaussian box around curve(u)."""
         u, weights = quadrature(512)
-        return mixture_law(self.curve(u) / self.scale, weights, self.noise / self.scale)
+        return mixture_law(self.curve(u) / 7.5, weights, self.noise / 7.5)
 
 
 class Piece(NamedTuple):
@@ -139,7 +135,6 @@ class Strokes:
         self.shares = np.array([piece.mass for piece in pieces]) / sum(piece.mass for piece in pieces)
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
-        """A piece, a point on it, noise; in this order from the random stream."""
         chosen = state.choice(len(self.pieces), size=n, p=self.shares)
         u = state.uniform(size=n)
         points = np.empty((n, 2))
@@ -166,12 +161,11 @@ class Squares:
     corners: Points  # lower left
 
     def draw(self, n: int, state: np.random.RandomState) -> Points:
-        """A square, then a point in it."""
         corners = self.corners[state.randint(len(self.corners), size=n)]
         return corners + self.side * state.uniform(size=(n, 2))
 
     def law(self) -> Law:
-        """1/K * sum_k P_k(i) P_k(j), where P_k(i) is the share of square k's side that lies in cell i."""
+        # P_k(i) is the share of square k's side that lies in cell i.
         below = ((torch.from_numpy(EDGES) - torch.from_numpy(self.corners)[..., None]) / self.side).clamp(0, 1)
         first, second = between(below).unbind(1)
         return first.T @ second / len(self.corners)
@@ -200,11 +194,9 @@ def ring(radius: float) -> Piece:
 
 def grid_of_modes(angle: float) -> Strokes:
     """5 x 5 equal modes, turned by an angle: along the axes they would be the product of their marginals."""
-
-    def mode(i: int, j: int, cos: float = 0.94 * math.cos(angle), sin: float = 0.94 * math.sin(angle)) -> Piece:
-        return Piece(lambda u: np.tile([i * cos - j * sin, i * sin + j * cos], (len(u), 1)))
-
-    return Strokes(0.08, *itertools.starmap(mode, itertools.product(range(-2, 3), repeat=2)))
+    cos, sin = 0.94 * math.cos(angle), 0.94 * math.sin(angle)
+    centres = [(i * cos - j * sin, i * sin + j * cos) for i, j in itertools.product(range(-2, 3), repeat=2)]
+    return Strokes(0.08, *(Piece(segment(centre, centre).curve) for centre in centres))
 
 
 def pinwheel(k: int) -> Piece:
@@ -217,15 +209,9 @@ def pinwheel(k: int) -> Piece:
     return Piece(curve)
 
 
-def net(gap: float, reach: float) -> list[Piece]:
-    """Three and three straight lines that run at 45 degrees to the axes."""
-
-    def turned(x: float, y: float) -> tuple[float, float]:
-        return (x - y) / math.sqrt(2), (x + y) / math.sqrt(2)
-
-    lines = (-gap, 0.0, gap)
-    rising = [segment(turned(-reach, y), turned(reach, y)) for y in lines]
-    return rising + [segment(turned(x, -reach), turned(x, reach)) for x in lines]
+def turned(x: float, y: float) -> tuple[float, float]:
+    """A point turned by 45 degrees about the origin."""
+    return (x - y) / math.sqrt(2), (x + y) / math.sqrt(2)
 
 
 def spiral(sign: int) -> Piece:
@@ -239,18 +225,21 @@ def spiral(sign: int) -> Piece:
     return Piece(curve)
 
 
-DARK = np.array([(i, j) for i, j in itertools.product(range(4), repeat=2) if (i + j) % 2 == 0])
 DENSITIES: dict[str, Modes | SwissRoll | Strokes | Squares] = {
     "swiss-roll": SwissRoll(),
     # The dark squares of a board of 4 x 4; their sides do not fall on edges of tokens.
-    "checkerboard": Squares(1.2, 1.2 * (DARK - 2)),
+    "checkerboard": Squares(1.2, 1.2 * (np.argwhere(np.indices((4, 4)).sum(0) % 2 == 0) - 2)),
     # The half circles of scikit-learn's `make_moons`, about their middle (1/2, 1/4) and enlarged by 1.75.
     "moons": Strokes(0.1, arc(1.75, 0.0, math.pi, (-0.875, -0.4375)), arc(1.75, math.pi, 2 * math.pi, (0.875, 0.4375))),
     "25-modes": grid_of_modes(math.radians(27)),
     "two-rings": Strokes(0.07, ring(1.25), ring(2.5)),
     "pinwheel": Strokes(0.09, *map(pinwheel, range(5))),
     "three-rings": Strokes(0.06, ring(0.7), ring(1.4), ring(2.1)),
-    "diagonal-grid": Strokes(0.07, *net(1.5, 2.2)),
+    "diagonal-grid": Strokes(
+        0.07,
+        *(segment(turned(-2.2, y), turned(2.2, y)) for y in (-1.5, 0.0, 1.5)),
+        *(segment(turned(x, -2.2), turned(x, 2.2)) for x in (-1.5, 0.0, 1.5)),
+    ),
     "two-spirals": Strokes(0.07, spiral(1), spiral(-1)),
     # The letter R: stem, two bars, bowl and leg, which gives level, upright, slanted and round strokes.
     "letter": Strokes(
