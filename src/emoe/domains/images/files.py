@@ -117,14 +117,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 def is_complete(root: Path) -> bool:
     """Whether all four original files lie below the data root and are the published ones."""
     try:
-        return all(_is_whole(path) for path in find(root).values())
-    except DataError:
-        return False
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return bool(read_published(path))
+        return all(read_published(path) for path in find(root).values())
     except DataError:
         return False
 
@@ -132,18 +125,18 @@ def _is_whole(path: Path) -> bool:
 Progress = Callable[[str, int, int], None]  # called with a file's name, the bytes fetched so far and their final number
 
 
-def download_mnist(root: Path, *, on_progress: Progress = lambda *_: None) -> list[Path]:
-    """Download the four original files into `root`/mnist; files that are whole stay. Returns their paths."""
-    folder = Path(root) / "mnist"
+def download_mnist(root: Path, *, on_progress: Progress = lambda *_: None) -> None:
+    """Download the four original files into `root`/mnist; files that are whole stay."""
+    folder = root / "mnist"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder}: cannot be made ({error}); choose another --data-root") from None
-    paths = [folder / f"{name}.gz" for name in ORIGINAL]
-    for path in paths:
-        if not _is_whole(path):
+    for path in (folder / f"{name}.gz" for name in ORIGINAL):
+        try:
+            read_published(path)
+        except DataError:
             _download(path, on_progress)
-    return paths
 
 
 def _download(path: Path, on_progress: Progress) -> None:

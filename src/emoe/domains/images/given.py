@@ -15,12 +15,12 @@ from emoe.domains.base import Ink
 from emoe.domains.reading import read_positions
 
 INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
-HALF = 128  # a grey value from which on a pixel is light
+HALF = 128  # the lowest of the 256 grey values that is light: value / 255 > 0.5
 
 Greys = Float[np.ndarray, "S S"]
 
 
-def read_image(path: Path, side: int, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
+def read_image(path: Path, side: int, ink: Ink) -> UInt8[np.ndarray, "S S"]:
     """A PNG file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
 
     Transparent pixels are paper. Images of MNIST get their margin. `ink` auto takes the border's shade for paper, or,
@@ -59,8 +59,7 @@ def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
 
 
 def _is_dark_on_light(grey: Greys, alpha: Greys) -> bool:
-    border = np.ones(grey.shape, bool)
-    border[1:-1, 1:-1] = False
+    border = np.pad(np.zeros_like(grey[1:-1, 1:-1], bool), 1, constant_values=True)
     solid = alpha >= HALF
     if (visible := border & solid).sum() * 2 >= border.sum():
         return bool(np.median(grey[visible]) >= HALF)

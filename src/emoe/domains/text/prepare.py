@@ -67,7 +67,6 @@ class PrepareConfig(Config):
     slice_bytes: int = option(4 << 20, doc="bytes of text that are worked on at a time", low=16, high=1 << 28)
 
     def conflicts(self) -> Iterator[str]:
-        """Unknown choices, and shares that are no pair."""
         choices = {"packing": Packing, "encoding_errors": Errors, "detokenise": Detokenise}
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
@@ -77,7 +76,7 @@ class PrepareConfig(Config):
 
 
 class Prepared(NamedTuple):
-    """A finished set."""
+    """A set that is written."""
 
     path: Path
     manifest: dict[str, Any]
@@ -198,16 +197,16 @@ def _write_parts(
 
 def _start_worker() -> None:
     """Leave Ctrl-C to the parent process, and end with it even if it is killed."""
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _head(vocabulary: Vocabulary, config: PrepareConfig) -> dict[str, Any]:
@@ -239,23 +238,24 @@ def _assemble(
     """Put the parts together in a folder beside the target, and give it the target's name."""
     draft = out.with_name(f".{out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
+    draft.mkdir(parents=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, draft, ignore_errors=True)
+        opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
+        files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
         inputs = []
-        with ExitStack() as stack:
-            opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
-            files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
-            for source, names in parts.items():
-                before = {split: rows.counts.tokens for split, rows in files.items()}
-                for path in names:
-                    part = read_part(path)
-                    if part is None:
-                        raise DataError(f"{path}: is damaged; {AGAIN}")
-                    for split, (counts, tokens) in part.items():
-                        files[split].add(counts, tokens)
-                starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
-                inputs.append(source.describe() | {"starts": starts})
-        splits = {split: {"file": f"{split}.bin"} | rows.summary() for split, rows in files.items() if any(rows.counts)}
+        for source, names in parts.items():
+            before = {split: rows.counts.tokens for split, rows in files.items()}
+            for path in names:
+                part = read_part(path)
+                if part is None:
+                    raise DataError(f"{path}: is damaged; {AGAIN}")
+                for split, (counts, tokens) in part.items():
+                    files[split].add(counts, tokens)
+            starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
+            entry = {"path": str(source.path), "size": source.size, "sha256": source.sha256}
+            inputs.append(entry | {"detokenise": sorted(source.styles), "starts": starts})
+        splits = {split: {"file": f"{split}.bin"} | rows.finish() for split, rows in files.items() if any(rows.counts)}
         for split in set(SPLITS) - set(splits):
             (draft / f"{split}.bin").unlink()
         _check_rows(splits, config)
@@ -267,8 +267,6 @@ def _assemble(
             sync_folder(path)
         os.replace(draft, out)
         sync_folder(out.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return manifest
 
 
@@ -306,7 +304,8 @@ class _Rows:
         self._digest.update(data)
         self.rows += whole
 
-    def summary(self) -> dict[str, Any]:
-        """The manifest's entry of the file."""
+    def finish(self) -> dict[str, Any]:
+        """Close the file; the manifest's entry of it."""
+        self._file.close()
         share = {"dropped": len(self._rest), "unknown_share": self.counts.unknown / self.counts.tokens}
         return {"rows": self.rows, "sha256": self._digest.hexdigest(), **self.counts._asdict(), **share}

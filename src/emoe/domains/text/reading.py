@@ -49,10 +49,6 @@ class Source:
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
 
-    def describe(self) -> dict[str, Any]:
-        """The entry of a manifest."""
-        return {"path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)}
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -113,16 +109,16 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
             if not path.exists():
                 raise DataError(f"{path}: does not exist; check the path")
             if path.is_dir():
-                sources += [Source(file, split, rule) for file, split in _in_folder(path, given, note)]
+                sources += _in_folder(path, given, rule, note)
             else:
                 by_name = None if is_archive(path) else split_of(path.name) or "train"
                 sources.append(Source(path, given or by_name, rule))
-    sources.sort(key=lambda source: SPLITS.index(source.split) if source.split else 0)
+    sources.sort(key=lambda source: SPLITS.index(source.split or "train"))
     _check_apart(sources)
     return sources
 
 
-def _in_folder(folder: Path, given: Split | None, note: Note) -> Iterator[tuple[Path, Split]]:
+def _in_folder(folder: Path, given: Split | None, style: Style | None, note: Note) -> Iterator[Source]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     texts = [file for file in files if is_text(file.name)]
     if left := len(files) - len(texts):
@@ -134,7 +130,7 @@ def _in_folder(folder: Path, given: Split | None, note: Note) -> Iterator[tuple[
         if given is not None and by_name not in (None, given):
             note(f"{file}: is left out of {given}, its name says {by_name}")
         else:
-            yield file, given or by_name or "train"
+            yield Source(file, given or by_name or "train", style)
 
 
 def _check_apart(sources: Sequence[Source]) -> None:
@@ -218,30 +214,30 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
 
 
 def _cut(name: str, split: Split, source: Source, stream: Any, file: IO[bytes], size: int) -> Iterator[Slice]:
+    """Slices of one text, which `stream` unpacks from `file`."""
     style = source.style or style_of(name)
     source.styles.add(style)
-    rest, line, offset, read = b"", 1, 0, file.tell()
-    lone: bool | None = None
-    empty, ended = True, False
-    while not ended:
-        text = rest + stream.read(size - len(rest))
-        ended = len(text) < size
-        if lone is None:
-            if text.startswith(BOM):
-                text, offset = text[len(BOM) :], len(BOM)
-            lone = BLANK.search(text.strip()) is None
-        end = len(text) if ended else _end(text, lone)
-        if not end and not ended:
+    read, line, is_empty = file.tell(), 1, True
+    text = stream.read(size)
+    is_last = len(text) < size
+    offset = len(BOM) if text.startswith(BOM) else 0
+    text = text[offset:]
+    lone = BLANK.search(text.strip()) is None
+    while text:
+        end = len(text) if is_last else _end(text, lone)
+        if not end:
             problem = f"line {line} is longer than {size:,} bytes, so this is hardly text"
             raise DataError(f"{name}: {problem}; break it into lines first (fold -s -w 1000)")
-        text, rest = text[:end], text[end:]
-        if text.strip():
-            empty = False
+        if text[:end].strip():
+            is_empty = False
             before, read = read, file.tell()
-            yield Slice(name, split, style, text, line, offset, lone, read - before)
-        line += text.count(b"\n")
-        offset += len(text)
-    if empty:
+            yield Slice(name, split, style, text[:end], line, offset, lone, read - before)
+        line += text.count(b"\n", 0, end)
+        offset += end
+        rest = text[end:]
+        text = rest + stream.read(size - len(rest))
+        is_last = len(text) < size
+    if is_empty:
         raise DataError(f"{name}: is empty, it holds no line of text; leave it out or give a whole copy")
 
 

@@ -61,7 +61,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); give a whole copy") from None
-    special = {name: words.index(f"[{name.upper()}]") for name in SPECIAL if f"[{name.upper()}]" in words}
+    special = {name: words.index(tag) for name in SPECIAL if (tag := f"[{name.upper()}]") in words}
     if missing := [f"[{name.upper()}]" for name in NEEDED if name not in special]:
         raise DataError(f"{path}: has no {', '.join(missing)}; give the vocabulary of a BERT tokenizer")
     if len(words) > LARGEST:
@@ -116,7 +116,6 @@ class Encoder:
             self._model.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
 
     def __call__(self, lines: list[str]) -> list[list[int]]:
-        """The tokens of every line."""
         return [encoding.ids for encoding in self._model.encode_batch_fast(lines, add_special_tokens=False)]
 
 
