@@ -46,9 +46,9 @@ def small(monkeypatch) -> dict[str, bytes]:
         for name, values in ((images, greys), (labels, draw.integers(10, size=n))):
             head = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
             content = head + values.astype(np.uint8).tobytes()
-            zipped = contents[f"{name}.gz"] = gzip.compress(content, mtime=0)
-            sums = [hashlib.sha256(x).hexdigest() for x in (zipped, content)]
-            monkeypatch.setitem(files.KNOWN, name, files.Known(len(zipped), sums[0], len(content), sums[1]))
+            contents[f"{name}.gz"] = gzip.compress(content, mtime=0)
+            for file, data in ((name, content), (f"{name}.gz", contents[f"{name}.gz"])):
+                monkeypatch.setitem(files.KNOWN, file, (len(data), hashlib.sha256(data).hexdigest()))
     return contents
 
 

@@ -119,14 +119,12 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "r
 
     def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
         """The rows as they were read, the tokens that were kept, and the completions, a line for each completion."""
-        return panels.heat_maps(completion_pools(rows, given, samples), space)
-
-
-def completion_pools(rows: Given, given: Given, samples: Completions) -> Pools:
-    """Given rows, kept tokens and completions as pools of equal length."""
-    n = samples.shape[1]
-    repeated = {"given": rows.repeat_interleave(n, 0), "kept": given.repeat_interleave(n, 0)}
-    return repeated | {"completions": samples.flatten(0, 1)}
+        n = samples.shape[1]
+        pools = {"given": rows.repeat_interleave(n, 0), "kept": given.repeat_interleave(n, 0)}
+        pools["completions"] = samples.flatten(0, 1)
+        if self.has_words:
+            return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools.items()})
+        return panels.heat_maps(pools, space)
 
 
 def random_state(seed: int) -> np.random.RandomState:

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, random_state
+from emoe.domains.base import Pools, SplitDomain, random_state
 from emoe.domains.images import files
 from emoe.domains.images.classifier import SIDES, load_classifier
-from emoe.domains.images.given import HALF, INNER, OUTER, centred, read_image, read_region
+from emoe.domains.images.given import HALF, INNER, OUTER, ImagesConfig, centred
 from emoe.domains.images.metrics import measure_images
-from emoe.domains.reading import TYPED
 from emoe.figures import panels
 from emoe.figures.panels import as_images, side_of
 from emoe.rng import derive_seed
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 TRAIN_ROWS = 60_000  # of MNIST
 DIGITS = Path(__file__).with_name("digits.npz")
 DIGITS_TESTED = 30  # images of each class in the test split
-MOST = 8  # lines, and completions in a line, of a figure of completions
 
 Pixels = UInt8[Tensor, "_N L"]
 Classes = Int[Tensor, " _N"]
@@ -85,26 +83,6 @@ class Digits(Images):
     """
 
     task: ClassVar[str] = "digits"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImagesConfig(DomainConfig):
-    """Square images, which are completed from PNG files."""
-
-    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
-        """One image of a .png file, of the model's size or, for a model of 32 x 32, of 28 x 28; or rows of pixels."""
-        if Path(source).suffix.lower() in (".npy", ".csv") or TYPED.fullmatch(source):
-            return super().read_given(source, space, ink=ink)
-        return torch.from_numpy(read_image(Path(source), side_of(space.length), ink)).long().reshape(1, -1)
-
-    def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
-        return read_region(text, side_of(space.length))
-
-    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
-        """One line for each image, the first 8: as it was read, what was kept (the rest is grey), 8 completions."""
-        shown = torch.cat([rows[:MOST, None], given[:MOST, None], samples[:MOST, :MOST]], 1)
-        images = as_images(shown.flatten(0, 1)).reshape(*shown.shape[:2], *(side_of(space.length),) * 2)
-        return panels.image_lines(images, {"given": 0, "kept": 1, "completions": 1 + (images.shape[1] - 1) / 2})
 
 
 @dataclass(frozen=True, kw_only=True)

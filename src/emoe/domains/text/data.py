@@ -17,7 +17,7 @@ from torch import Tensor
 
 from emoe.config import option
 from emoe.domains import DataError
-from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, completion_pools
+from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import KnownRows, measure_rows
 from emoe.domains.text.parts import TOKEN
@@ -58,10 +58,6 @@ class TextConfig(DomainConfig, kind="text"):
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         vocabulary = vocabulary_of(Path(self.path), read_manifest(Path(self.path)))
         return [vocabulary.decode(row) for row in rows.tolist()]
-
-    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
-        pools = completion_pools(rows, given, samples).items()
-        return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools})
 
 
 class Text(SplitDomain):
