@@ -33,9 +33,7 @@ from emoe.types import Measurement, TokenSpace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TRAIN_ROWS = 60_000  # of MNIST
 DIGITS = Path(__file__).with_name("digits.npz")
-DIGITS_TESTED = 30  # images of each class in the test split
 
 Pixels = UInt8[Tensor, "_N L"]
 Classes = Int[Tensor, " _N"]
@@ -91,7 +89,7 @@ class MNISTConfig(ImagesConfig, kind="mnist"):
 
     root: str | None = option(None, doc="folder with the data; none = EMOE_DATA, then ./data", neutral=True)
     side: int = option(OUTER, doc="pixels along an edge: 28, or 32 with an empty margin of 2", low=INNER, high=OUTER)
-    points: int | None = option(None, doc="only the first so many training rows; none = all", low=2, high=TRAIN_ROWS)
+    points: int | None = option(None, doc="only the first so many training rows; none = all", low=2, high=60_000)
 
     def conflicts(self) -> Iterator[str]:
         if self.side not in (INNER, OUTER):
@@ -119,5 +117,5 @@ class DigitsConfig(ImagesConfig, kind="digits"):
             labels = torch.from_numpy(archive["labels"].astype(np.int64))
         state, tested = random_state(derive_seed("digits", "split")), torch.zeros(len(labels), dtype=torch.bool)
         for digit in range(10):
-            tested[state.permutation(np.flatnonzero(labels == digit))[:DIGITS_TESTED]] = True
+            tested[state.permutation(np.flatnonzero(labels == digit))[:30]] = True
         return Digits("digits", rows[~tested], rows[tested], labels[~tested], labels[tested])

@@ -2,12 +2,8 @@
 
 The text is read in slices of a few MB; worker processes turn them into parts (see `parts`) in a folder beside the
 target. A run that was stopped uses its parts again. Once all are written, the tokens of all lines, each followed by
-[CLS], are one stream for each split, which is cut into rows of L tokens. The target appears in one move.
-
-    chunks   rows are L tokens of the stream
-    wrap     rows are [CLS], L - 2 tokens of the stream, [CLS]
-
-The tokens that fill no row at the end of a split are dropped. Nothing here imports torch.
+[CLS], are one stream for each split. It is cut into rows of L tokens (`chunks`), or of [CLS], L - 2 tokens and [CLS]
+(`wrap`); tokens that fill no row at the end are dropped. The target appears in one move. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -118,9 +114,9 @@ def prepare(
         else:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
-                parts, kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
-                manifest = _assemble(out, vocabulary, parts, config)
-            done = Prepared(out, manifest, kept, sum(map(len, parts.values())) - kept)
+                kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
+                manifest = _assemble(out, vocabulary, sources, config)
+            done = Prepared(out, manifest, kept, sum(len(source.parts) for source in sources) - kept)
         shutil.rmtree(folder, ignore_errors=True)
         return done
     except OSError as error:
@@ -154,14 +150,13 @@ def _alone(folder: Path) -> Iterator[None]:
 def _write_parts(
     folder: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig, progress: Progress,
     note: Note,
-) -> tuple[dict[Source, list[Path]], int]:  # fmt: skip
-    """Write the parts that are not there; returns each file's parts in order, and how many were kept."""
-    path = str(vocabulary.path.resolve())
-    settings = Settings(path, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
+) -> int:  # fmt: skip
+    """Write the parts of each file that are not there; returns how many were kept."""
+    tokenizer = str(vocabulary.path.resolve())
+    settings = Settings(tokenizer, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
     total, kept = sum(source.path.stat().st_size for source in sources), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = config.jobs or min(cores, 1 + total // config.slice_bytes)
-    parts: dict[Source, list[Path]] = {source: [] for source in sources}
     pending: dict[Future[None], Slice] = {}
 
     def collect(most: int) -> None:
@@ -174,14 +169,15 @@ def _write_parts(
     spawn = multiprocessing.get_context("spawn")
     pool = ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, spawn, _start_worker)
     try:
-        for source, names in parts.items():
+        for source in sources:
             for part in slices(source, config.slice_bytes, note):
-                names.append(folder / settings.key(part))
-                if read_part(names[-1]) is not None:
+                path = folder / settings.key(part)
+                source.parts.append(path)
+                if read_part(path) is not None:
                     kept += 1
                     progress(part.cost, total, 0)
                 else:
-                    pending[pool.submit(write_part, part, names[-1], settings)] = part
+                    pending[pool.submit(write_part, part, path, settings)] = part
                     collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
         collect(0)
     except BrokenProcessPool:
@@ -192,7 +188,7 @@ def _write_parts(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-    return parts, kept
+    return kept
 
 
 def _start_worker() -> None:
@@ -232,9 +228,7 @@ def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any]) -> Prep
     return Prepared(out, manifest)
 
 
-def _assemble(
-    out: Path, vocabulary: Vocabulary, parts: Mapping[Source, list[Path]], config: PrepareConfig
-) -> dict[str, Any]:
+def _assemble(out: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig) -> dict[str, Any]:
     """Put the parts together in a folder beside the target, and give it the target's name."""
     draft = out.with_name(f".{out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -244,9 +238,9 @@ def _assemble(
         opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
         files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
         inputs = []
-        for source, names in parts.items():
+        for source in sources:
             before = {split: rows.counts.tokens for split, rows in files.items()}
-            for path in names:
+            for path in source.parts:
                 part = read_part(path)
                 if part is None:
                     raise DataError(f"{path}: is damaged; {AGAIN}")

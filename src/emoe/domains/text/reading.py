@@ -40,7 +40,7 @@ Note = Callable[[str], None]
 
 @dataclass(eq=False)
 class Source:
-    """A file to read; `sha256`, `size` and `styles` are known once it was read to its end."""
+    """A file to read; `sha256` and all below are known once it was read to its end."""
 
     path: Path
     split: Split | None  # None: an archive whose members have splits by their names
@@ -48,6 +48,7 @@ class Source:
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
+    parts: list[Path] = field(default_factory=list)  # see `parts`
 
 
 @dataclass(frozen=True)
