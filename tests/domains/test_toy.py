@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from emoe.config import ConfigError, from_dict, to_dict
+from emoe.config import ConfigError, from_dict
 from emoe.domains.base import DomainConfig, random_state
 from emoe.domains.toy import Density, Toy, ToyConfig, densities
 from emoe.domains.toy.densities import (
@@ -35,24 +34,14 @@ def toy(request: pytest.FixtureRequest) -> Toy:
     return ToyConfig(density=request.param).build(0)
 
 
-# --- configs
-
-
-def test_config_joins_the_family_by_its_name() -> None:
-    config = from_dict(DomainConfig, {"kind": "toy", "density": "swiss-roll", "points": 100})
-    assert config == ToyConfig(density="swiss-roll", points=100) == from_dict(DomainConfig, to_dict(config))
-    toy = config.build(0)
+def test_kinds_and_densities() -> None:
+    toy = ToyConfig(density="8-modes", points=100).build(3)
     assert (toy.space.size, toy.space.mask_id, toy.task) == (51, 50, "toy") and toy.rows.shape == (100, 2)
+    assert np.abs(toy.density.centres).max() <= 2.5
     assert DomainConfig.known_kinds() == ["digits", "mnist", "rows", "text", "ties", "toy"]
     assert get_args(Density) == ("8-modes", *DENSITIES) and get_args(Density)[-5:] == HELD_OUT
-    with pytest.raises(ConfigError, match="points: must be >= 2"):
-        ToyConfig(density="8-modes", points=1)
-
-
-@pytest.mark.parametrize("name", ["swiss-rol", "", 3])
-def test_a_wrong_density_lists_what_is_allowed(name: object) -> None:
     with pytest.raises(ConfigError, match="density: .*swiss-roll"):
-        from_dict(DomainConfig, {"kind": "toy", "density": name})
+        from_dict(DomainConfig, {"kind": "toy", "density": "swiss-rol"})
     config = ToyConfig(density="moons")
     object.__setattr__(config, "density", "moon")  # a user's script: the constructor's types are checked here alone
     assert "density: 'moon' is not known; allowed: 8-modes, swiss-roll" in next(config.conflicts())
@@ -64,15 +53,6 @@ def test_a_wrong_density_lists_what_is_allowed(name: object) -> None:
 def test_tokens_count_the_edges_at_or_below() -> None:
     points = np.array([[-9.0, -3.0], [-3.0001, -2.876], [0.0, 2.9999], [3.0, 9.0]])
     assert densities.tokenise(points).tolist() == [[0, 1], [0, 1], [25, 48], [49, 49]]
-
-
-def test_eight_modes() -> None:
-    assert np.abs(ToyConfig(density="8-modes", points=2).build(3).density.centres).max() <= 2.5
-    far = Modes(np.array(list(itertools.product([-2.0, 2.0], [-2.0, -0.5, 0.5, 2.0]))))
-    points = far.draw(40_000, random_state(4))
-    cluster = np.linalg.norm(points[:, None] - far.centres, axis=2).argmin(1)
-    assert stats.chisquare(np.bincount(cluster, minlength=8)).pvalue > 1e-3
-    assert stats.kstest((points - far.centres[cluster]).ravel() / 0.09, "norm").pvalue > 1e-3
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.45])
@@ -94,17 +74,12 @@ def test_moons_are_those_of_scikit_learn() -> None:
         np.testing.assert_allclose(curve, 1.75 * (points - [0.5, 0.25])[moon == number], atol=1e-12)
 
 
-def test_strokes_are_drawn_by_mass_with_gaussian_noise() -> None:
+def test_strokes_are_drawn_by_mass() -> None:
     uneven = Strokes(0.01, densities.segment((-2, 0), (-2, 1)), densities.segment((2, 0), (2, 3)))
     np.testing.assert_allclose(uneven.shares, [0.25, 0.75])
     left = (uneven.draw(10_000, random_state(1))[:, 0] < 0).mean()
     assert abs(left - 0.25) < 4 * (0.25 * 0.75 / 10_000) ** 0.5
     assert uneven.law()[:25].sum().item() == pytest.approx(0.25, abs=1e-12)
-    modes = STROKES["25-modes"]
-    centres = np.concatenate([piece.curve(np.zeros(1)) for piece in modes.pieces])
-    points = modes.draw(40_000, random_state(4))
-    nearest = np.linalg.norm(points[:, None] - centres, axis=2).argmin(1)
-    assert stats.kstest((points - centres[nearest]).ravel() / modes.noise, "norm").pvalue > 1e-3
 
 
 # --- exact laws
@@ -165,24 +140,21 @@ def test_law_of_a_square_is_its_overlap_with_the_cells() -> None:
 def chain_law(joint: torch.Tensor, steps: int) -> torch.Tensor:
     """Brute force: propagate the law over {0..V-1, mask}^2 through all steps of the factorised chain."""
     size = len(joint)
-    state = {(size, size): 1.0}
+
+    def revealed(law: torch.Tensor, i: int) -> torch.Tensor:
+        return torch.cat([law / law.sum() / i, law.new_tensor([1 - 1 / i])])
+
+    state = joint.new_zeros(size + 1, size + 1)
+    state[size, size] = 1
     for i in range(steps, 0, -1):
-        after: dict[tuple[int, int], float] = {}
-        for (a, b), mass in state.items():
-            first = joint.sum(1) if b == size else joint[:, b] / joint[:, b].sum()
-            second = joint.sum(0) if a == size else joint[a] / joint[a].sum()
-            options = []
-            for token, law in ((a, first), (b, second)):
-                drawn = [(v, law[v].item() / i) for v in range(size)] + [(size, 1 - 1 / i)]
-                options.append(drawn if token == size else [(token, 1.0)])
-            for (x, p), (y, q) in itertools.product(*options):
-                after[x, y] = after.get((x, y), 0.0) + mass * p * q
+        after = state[size, size] * revealed(joint.sum(1), i)[:, None] * revealed(joint.sum(0), i)
+        after[:size, :size] += state[:size, :size]
+        for token in range(size):
+            after[:, token] += state[size, token] * revealed(joint[:, token], i)
+            after[token] += state[token, size] * revealed(joint[token], i)
         state = after
-    law = torch.zeros(size + 1, size + 1, dtype=torch.float64)
-    for cell, mass in state.items():
-        law[cell] = mass
-    assert law[size].sum() == 0 and law[:, size].sum() == 0
-    return law[:size, :size]
+    assert state[size].sum() == 0 and state[:, size].sum() == 0
+    return state[:size, :size]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -202,9 +174,7 @@ def test_one_step_coordination_matters_and_more_steps_regain_it(toy: Toy) -> Non
     assert overlap_of_law(product, law) < 55
     scores = [validity_of_law(ideal_factorised(law, steps), toy.support, toy.radius) for steps in (1, 2, 8, 32)]
     assert scores == sorted(scores) and scores[0] < 65 and scores[-1] > 93
-    straight = densities.grid_of_modes(
-        angle=0.0
-    ).law()  # without the turn the 25 modes are the product of their marginals
+    straight = densities.grid_of_modes(0.0).law()  # without the turn 25 modes are the product of their marginals
     assert (straight - ideal_factorised(straight, 1)).abs().max() < 1e-12
 
 
@@ -236,12 +206,9 @@ def test_exact_measures_agree_with_measured_pools(name: str) -> None:
     assert validity_of_law(law, toy.support, 100.0) == pytest.approx(100, abs=1e-9)
 
 
-def test_pictures_are_small_and_put_the_truth_first(tmp_path: Path) -> None:
+def test_pictures_put_the_truth_first(tmp_path: Path) -> None:
     toy = ToyConfig(density="moons").build(0)
-    path = tmp_path / "deep" / "row.png"
-    pools = {"MDLM": toy.fresh(5_000, 1), "VADD": toy.rows, "E-MoE": toy.rows, "Ground truth": toy.rows}
-    toy.picture(pools, path, title=toy.name)
-    assert 5_000 < path.stat().st_size < 120_000
-    assert [axis.get_title() for axis in toy.figure(pools).axes] == ["Ground truth", "MDLM", "VADD", "E-MoE"]
-    with pytest.raises(ValueError, match="no pools"):
-        toy.picture({}, path)
+    pools = {"MDLM": toy.fresh(5_000, 1), "Ground truth": toy.rows}
+    assert [axis.get_title() for axis in toy.figure(pools).axes] == ["Ground truth", "MDLM"]
+    toy.picture(pools, tmp_path / "deep" / "row.png", title=toy.name)
+    assert 5_000 < (tmp_path / "deep" / "row.png").stat().st_size < 120_000
