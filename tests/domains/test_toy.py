@@ -11,19 +11,9 @@ import torch
 from scipy import stats
 
 from emoe.config import ConfigError, from_dict
+from emoe.domains import toy as toys
 from emoe.domains.base import DomainConfig, random_state
-from emoe.domains.toy import Density, Toy, ToyConfig, densities
-from emoe.domains.toy.densities import (
-    DENSITIES,
-    HELD_OUT,
-    Modes,
-    Squares,
-    Strokes,
-    SwissRoll,
-    ideal_factorised,
-    overlap_of_law,
-    validity_of_law,
-)
+from emoe.domains.toy import DENSITIES, Density, Modes, Squares, Strokes, SwissRoll, Toy, ToyConfig, ideal_factorised
 
 PAPER = ["8-modes", "swiss-roll"]
 STROKES = {name: density for name, density in DENSITIES.items() if isinstance(density, Strokes)}
@@ -39,7 +29,7 @@ def test_kinds_and_densities() -> None:
     assert (toy.space.size, toy.space.mask_id, toy.task) == (51, 50, "toy") and toy.rows.shape == (100, 2)
     assert np.abs(toy.density.centres).max() <= 2.5
     assert DomainConfig.known_kinds() == ["digits", "mnist", "rows", "text", "ties", "toy"]
-    assert get_args(Density) == ("8-modes", *DENSITIES) and get_args(Density)[-5:] == HELD_OUT
+    assert get_args(Density) == ("8-modes", *DENSITIES) and get_args(Density)[-5:] == toys.HELD_OUT
     with pytest.raises(ConfigError, match="density: .*swiss-roll"):
         from_dict(DomainConfig, {"kind": "toy", "density": "swiss-rol"})
     config = ToyConfig(density="moons")
@@ -52,7 +42,7 @@ def test_kinds_and_densities() -> None:
 
 def test_tokens_count_the_edges_at_or_below() -> None:
     points = np.array([[-9.0, -3.0], [-3.0001, -2.876], [0.0, 2.9999], [3.0, 9.0]])
-    assert densities.tokenise(points).tolist() == [[0, 1], [0, 1], [25, 48], [49, 49]]
+    assert toys.tokenise(points).tolist() == [[0, 1], [0, 1], [25, 48], [49, 49]]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.45])
@@ -75,7 +65,7 @@ def test_moons_are_those_of_scikit_learn() -> None:
 
 
 def test_strokes_are_drawn_by_mass() -> None:
-    uneven = Strokes(0.01, densities.segment((-2, 0), (-2, 1)), densities.segment((2, 0), (2, 3)))
+    uneven = Strokes(0.01, toys.segment((-2, 0), (-2, 1)), toys.segment((2, 0), (2, 3)))
     np.testing.assert_allclose(uneven.shares, [0.25, 0.75])
     left = (uneven.draw(10_000, random_state(1))[:, 0] < 0).mean()
     assert abs(left - 0.25) < 4 * (0.25 * 0.75 / 10_000) ** 0.5
@@ -110,12 +100,12 @@ def test_fresh_points_come_from_another_stream_than_training_points(toy: Toy) ->
 @pytest.mark.parametrize("name", [*STROKES, "swiss-roll"])
 def test_quadrature_has_converged(name: str) -> None:
     density = DENSITIES[name]
-    pieces = density.pieces if name in STROKES else [densities.Piece(lambda u: density.curve(u) / 7.5)]
+    pieces = density.pieces if name in STROKES else [toys.Piece(lambda u: density.curve(u) / 7.5)]
     shares, noise = (density.shares, density.noise) if name in STROKES else (np.ones(1), 0.06)
     midpoints = (np.arange(1 << 14) + 0.5) / (1 << 14), np.full(1 << 14, 1 / (1 << 14))  # an independent rule
-    for (u, weights), error in ((densities.quadrature(1_024), 1e-12), (midpoints, 1e-7)):
+    for (u, weights), error in ((toys.quadrature(1_024), 1e-12), (midpoints, 1e-7)):
         points = np.concatenate([piece.curve(u) for piece in pieces])
-        law = densities.mixture_law(points, np.concatenate([share * weights for share in shares]), noise)
+        law = toys.mixture_law(points, np.concatenate([share * weights for share in shares]), noise)
         assert (density.law() - law).abs().max() < error
 
 
@@ -171,10 +161,10 @@ def test_one_step_coordination_matters_and_more_steps_regain_it(toy: Toy) -> Non
     law = toy.cell_probabilities()
     product = ideal_factorised(law, 1)
     assert torch.special.xlogy(law, law / product.clamp_min(1e-300)).sum().item() > 0.6  # nats
-    assert overlap_of_law(product, law) < 55
-    scores = [validity_of_law(ideal_factorised(law, steps), toy.support, toy.radius) for steps in (1, 2, 8, 32)]
+    assert toys.overlap_of_law(product, law) < 55
+    scores = [toys.validity_of_law(ideal_factorised(law, steps), toy.support, toy.radius) for steps in (1, 2, 8, 32)]
     assert scores == sorted(scores) and scores[0] < 65 and scores[-1] > 93
-    straight = densities.grid_of_modes(0.0).law()  # without the turn 25 modes are the product of their marginals
+    straight = toys.grid_of_modes(0.0).law()  # without the turn 25 modes are the product of their marginals
     assert (straight - ideal_factorised(straight, 1)).abs().max() < 1e-12
 
 
@@ -199,11 +189,11 @@ def test_exact_measures_agree_with_measured_pools(name: str) -> None:
     one_step = ideal_factorised(law, 1)
     drawn = torch.multinomial(one_step.flatten(), 20_000, True, generator=torch.Generator().manual_seed(1))
     valid, shared = toy.measure(torch.stack([drawn // 50, drawn % 50], dim=1))
-    assert validity_of_law(one_step, toy.support, toy.radius) == pytest.approx(valid.value, abs=5 * valid.stderr)
+    assert toys.validity_of_law(one_step, toy.support, toy.radius) == pytest.approx(valid.value, abs=5 * valid.stderr)
     # The bias of finite pools, 4 to 6 points between equal laws, is small between laws this far apart.
-    assert overlap_of_law(one_step, law) == pytest.approx(shared.value, abs=1.5)
-    assert overlap_of_law(law, law) == pytest.approx(100, abs=1e-9)
-    assert validity_of_law(law, toy.support, 100.0) == pytest.approx(100, abs=1e-9)
+    assert toys.overlap_of_law(one_step, law) == pytest.approx(shared.value, abs=1.5)
+    assert toys.overlap_of_law(law, law) == pytest.approx(100, abs=1e-9)
+    assert toys.validity_of_law(law, toy.support, 100.0) == pytest.approx(100, abs=1e-9)
 
 
 def test_pictures_put_the_truth_first(tmp_path: Path) -> None:
