@@ -94,8 +94,7 @@ class Domain(ABC):
 class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "reading")):
     """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows.
 
-    The other methods read and write rows. They need the config alone, so a trained model draws and completes rows on a
-    machine without its training data.
+    The other methods read and write rows without the data, so a trained model works on a machine that lacks them.
     """
 
     has_words: ClassVar[bool] = False  # `write` gives text, not numbers
@@ -157,7 +156,7 @@ class ShuffledRows:
     """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
 
     Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, of which ranks take equal slices.
-    uint8 rows stay uint8 on the device; batches are int64 in any case.
+    Batches are int64; uint8 rows stay uint8 on the device.
     """
 
     def __init__(

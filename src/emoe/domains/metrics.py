@@ -27,7 +27,7 @@ Picked = Int[np.ndarray, " n"] | slice
 def nearest_distance(points: Rows, support: Other, rank: int = 1) -> Float[Tensor, " n"]:
     """Distance ||point - x||_2 of each point to the nearest x in the support, or to that of another rank.
 
-    Rows are vectors of token numbers. |a|^2 + |b|^2 - 2 ab is exact in float64, so a distance of 0 comes out as 0,
+    Rows are vectors of tokens. |a|^2 + |b|^2 - 2 ab is exact in float64, so a distance of 0 comes out as 0,
     which the radius r = 0 of the toy densities depends on.
     """
     a, b = points.cpu().double(), support.cpu().double()
@@ -44,8 +44,7 @@ def support_radius(support: Other) -> float:
 
 def validity(samples: Rows, support: Other, radius: float) -> Measurement:
     """Eq. 39 for the first 3,000 samples: 100/n * #{i : min_x ||sample_i - x||_2 <= r}."""
-    samples = not_empty(samples)[:VALIDITY_ROWS]
-    return proportion("validity", nearest_distance(samples, support) <= radius)
+    return proportion("validity", nearest_distance(not_empty(samples)[:VALIDITY_ROWS], support) <= radius)
 
 
 def overlap(samples: Rows, data: Other, seed: int = 0) -> Measurement:

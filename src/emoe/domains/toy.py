@@ -28,7 +28,7 @@ Density = Literal[
     "8-modes", "swiss-roll", "checkerboard", "moons", "25-modes", "two-rings", "pinwheel", "three-rings",
     "diagonal-grid", "two-spirals", "letter",
 ]  # fmt: skip
-HELD_OUT = ("pinwheel", "three-rings", "diagonal-grid", "two-spirals", "letter")  # settings are never chosen on them
+HELD_OUT = ("pinwheel", "three-rings", "diagonal-grid", "two-spirals", "letter")  # kept for testing a choice
 EDGES = np.linspace(-3.0, 3.0, 49)
 CELLS = len(EDGES) + 1  # tokens per coordinate; the outermost two take the tails
 
@@ -40,11 +40,7 @@ Curve = Callable[[Numbers], Points]  # points of a curve at parameters u in [0, 
 
 @dataclass(frozen=True, kw_only=True)
 class ToyConfig(DomainConfig, kind="toy"):
-    """Points of a planar density, each coordinate cut into 50 tokens.
-
-    The paper's densities are 8-modes and swiss-roll. Settings may be chosen on checkerboard, moons, 25-modes and
-    two-rings; the others, `HELD_OUT`, are kept for testing a choice.
-    """
+    """Points of a planar density, each coordinate cut into 50 tokens; settings are never chosen on `HELD_OUT`."""
 
     density: Density = option(doc="which density; the first two are the paper's, the last five are held out")
     points: int = option(20_000, doc="training points", low=2)
@@ -80,10 +76,9 @@ class Toy(Domain):
         return self.density.law()
 
     def measure(self, samples: Int[Tensor, "n 2"], seed: int = 0) -> list[Measurement]:
-        """Validity (Eq. 39) of the first 3,000 samples, overlap of up to 20,000 with as many fresh rows.
+        """Validity (Eq. 39) of the first 3,000 samples, and overlap with rows of a stream of their own.
 
-        These have a stream of their own: measuring `fresh(n, seed)` with the same seed gives the ceiling of the
-        overlap (about 96 on 8-modes, 94 on swiss-roll, 88 to 93 on the others), not a set's overlap with itself.
+        `measure(fresh(n, seed))` shows the ceiling of the overlap: 96 on 8-modes, 94 on swiss-roll, 88 to 93 on others.
         """
         pool = samples[:OVERLAP_ROWS]
         compared = self._draw(len(pool), "measure", seed)
@@ -130,12 +125,9 @@ def overlap_of_law(law: Law, data: Law) -> float:
 def ideal_factorised(cells: Float[Tensor, "J K"], steps: int) -> Float[Tensor, "J K"]:
     """Law of the best factorised T-step chain (Eq. 2-3 with exact conditionals) for rows with the law `cells`.
 
-    On the grid t_i = i/T with alpha(t) = 1 - t, a position still masked at t_i is revealed in that step with
-    probability 1/i, so its step is uniform over T, ..., 1: prod_{j>i} (1 - 1/j) * 1/i = 1/T. The two positions
-    coincide with probability 1/T. Then both are drawn given the fully masked row, each from its marginal; otherwise
-    the second is drawn given the first, which together is a draw from the joint law:
-
-        p_T(i, j) = (1 - 1/T) p(i, j) + 1/T p(i) p(j).
+    On the grid t_i = i/T with alpha(t) = 1 - t, the step in which a position is revealed is uniform over T, ..., 1. The
+    steps of the two coincide with probability 1/T; then each is drawn from its marginal. Otherwise the second is drawn
+    given the first, which together is a draw from the joint law: p_T(i, j) = (1 - 1/T) p(i, j) + 1/T p(i) p(j).
     """
     if steps < 1:
         raise ValueError(f"steps: must be >= 1, got {steps}")
@@ -203,11 +195,8 @@ class Strokes:
         return points + self.noise * state.standard_normal((n, 2))
 
     def law(self) -> Law:
-        """sum_k P(k) * integral over u of the Gaussian box around curve_k(u).
-
-        Within a panel the longest curve moves by less than two standard deviations of its noise. Over that range 16
-        nodes integrate a Gaussian box to machine precision.
-        """
+        # Within a panel the longest curve moves by less than two standard deviations of its noise. Over that range 16
+        # nodes integrate a Gaussian box to machine precision.
         u, weight = quadrature(128)
         points = np.concatenate([piece.curve(u) for piece in self.pieces])
         return mixture_law(points, np.concatenate([share * weight for share in self.shares]), self.noise)

@@ -1,6 +1,4 @@
-"""Binary images as rows of pixels: MNIST and scikit-learn's small digits.
-
-A row lists the pixels of an image line by line, 0 for paper and 1 for ink; the mask is 2, so V = 3 and L = side^2.
+"""Binary images: rows of pixels line by line, 0 for paper and 1 for ink; the mask is 2, so V = 3 and L = side^2.
 
 The digits are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine
 Learning Repository, CC BY 4.0) as scikit-learn ships it: 1,797 images of 8 x 8 values 0..16. `digits.npz` beside this

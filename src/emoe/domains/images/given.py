@@ -34,11 +34,10 @@ class ImagesConfig(DomainConfig):
     """Square images, which are completed from PNG files."""
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
-        """An image of a .png file, of the model's size or, for a model of 32 x 32, of 28 x 28; or rows of pixels.
+        """Rows of pixels, or an image of a .png file: of the model's size, or of 28 x 28 for a model of 32 x 32.
 
-        It is cut at half of the grey values as the data are. Transparent pixels are paper, images of MNIST get their
-        margin. `ink` auto takes the border's shade for paper, or, where the border is transparent, the shade that most
-        of the rest does not have.
+        Transparent pixels are paper. `ink` auto takes the border's shade for paper, or, where the border is
+        transparent, the shade that most of the rest does not have.
         """
         if Path(source).suffix.lower() in (".npy", ".csv") or TYPED.fullmatch(source):
             return super().read_given(source, space, ink=ink)
@@ -48,10 +47,7 @@ class ImagesConfig(DomainConfig):
         return torch.from_numpy(centred(shade * alpha / 255 >= HALF, side)).long().reshape(1, -1)
 
     def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
-        """Pixels that stay: a name of `named_regions`, none, a PNG mask, or positions, line by line.
-
-        White pixels of a mask stay, black and transparent ones are wanted; a margin around a smaller mask stays.
-        """
+        """Pixels that stay: a name of `named_regions`, none, positions, or the white of a PNG mask and its margin."""
         side = side_of(space.length)
         if text.lower().endswith(".png"):
             grey, alpha = _pixels(Path(text), side)

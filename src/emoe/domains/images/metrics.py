@@ -54,10 +54,7 @@ def measure_images(
     samples: Integer[Tensor, "n _L"], real: Real, trained: Integer[Tensor, "N L"], seed: int, *,
     classifier: Classifier | None = None, labels: Int[Tensor, " m"] | None = None,
 ) -> list[Measurement]:  # fmt: skip
-    """All measures of samples against the rows of the test split; those of features need a classifier.
-
-    `seed` picks the rows that are compared where there are too many, and the folds behind standard errors.
-    """
+    """All measures, those of features with a classifier; `seed` picks the rows that are compared, and the folds."""
     if len(samples) < 2:
         raise ValueError(f"{len(samples)} samples cannot be measured; draw at least 2")
     if samples.shape[1] != real.shape[1]:
@@ -119,10 +116,7 @@ def _folds(n: int) -> int:
 
 
 def jackknife(metric: str, values: Sequence[float], n: int) -> Measurement:
-    """The value of all rows, with its standard error by those without each of F folds, which follow it.
-
-    sqrt((F - 1) / F * sum of (value - mean)^2).
-    """
+    """The value of all rows; those without each of F folds give its error sqrt((F - 1) / F * sum (value - mean)^2)."""
     without = values[1:]
     stderr = math.sqrt((len(without) - 1) * float(np.var(without))) if without else None
     return Measurement(metric, values[0], stderr, n)

@@ -28,7 +28,7 @@ encoder = functools.lru_cache(maxsize=2)(Encoder)
 def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: bool) -> Int[Tensor, "m L"]:
     """Rows with the mask where a token is wanted, of a text or of each line in a .txt file that is not empty.
 
-    With `wrap` they begin with [CLS], as those of a wrapped set: its models have never seen another beginning.
+    With `wrap` they begin with [CLS], as those of a wrapped set do.
     """
     encoder(vocabulary)  # a tokenizer that cannot be used is no fault of the text
     if not source.lower().endswith(".txt"):

@@ -1,7 +1,7 @@
 """Slices of text as parts: files of tokens that worker processes write and a stopped run uses again.
 
-A part is a file with a SHA-256, a line with the counts of each split as JSON, and the tokens of one split after the
-other. Its name is a hash of everything that decides the tokens, the text itself included. Nothing here imports torch.
+A part has a SHA-256, a line with the counts of each split as JSON, and the tokens of one split after the other. Its
+name is a hash of everything that decides the tokens, the text itself included. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ WORDS: dict[str, Split] = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     **dict.fromkeys(("test", "heldout"), "test"),
 }
-SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")
+SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")  # of the One Billion Word benchmark
 PACKED = (".gz", ".xz", ".bz2")
 TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is removed
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
@@ -66,11 +66,7 @@ class Slice:
 
 
 def split_of(name: str) -> Split | None:
-    """The split in the name of the file, or of the folders it lies in, the nearest first.
-
-    Shards of the One Billion Word benchmark are known: `news.en-00001-of-00100` is for training and
-    `news.en.heldout-00000-of-00050` held out.
-    """
+    """The split in the name of the file, or of the folders it lies in, the nearest first."""
     for part in reversed(PurePosixPath(name.replace("\\", "/")).parts):
         if shard := SHARD.match(part):
             return "test" if shard[1] else "train"
@@ -81,12 +77,9 @@ def split_of(name: str) -> Split | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether a file of a folder or an archive is one to read, by its name.
-
-    `news.en-00000-of-00100` is not: it holds the same sentences as the held-out shards beside it.
-    """
+    """Whether a file of a folder or an archive is one to read, by its name."""
     base = PurePosixPath(name.replace("\\", "/")).name.lower()
-    if shard := SHARD.match(base):
+    if shard := SHARD.match(base):  # news.en-00000-of-00100 holds the same sentences as the held-out shards
         return bool(shard[1]) or int(shard[2]) > 0
     stem = next((base.removesuffix(ending) for ending in PACKED if base.endswith(ending)), base)
     return not base.startswith((".", "readme", "license", "licence")) and PurePosixPath(stem).suffix in TEXT
@@ -100,8 +93,7 @@ def is_archive(path: Path) -> bool:
 def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, note: Note) -> list[Source]:
     """All files to read: training first, each split in the order it was given, folders in the order of their names.
 
-    `named` has files and folders of the splits, and under None those whose names say the split. `note` gets lines about
-    files that are left out.
+    `named` has files and folders of the splits, and under None those whose names say the split.
     """
     rule = None if style == "auto" else style
     sources: list[Source] = []
