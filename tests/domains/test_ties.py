@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from enumeration import ALPHA, all_rows, chi_square, factorised_chain
 
 from emoe.config import ConfigError, from_dict
 from emoe.domains.base import DomainConfig
@@ -73,45 +73,15 @@ def test_every_row_is_in_the_support(family: str, length: int) -> None:
 @pytest.mark.parametrize("family,length,symbols", SMALL)
 def test_the_law_is_uniform_over_the_support(family: str, length: int, symbols: int) -> None:
     domain = build(family, length, symbols)
-    every = list(itertools.product(range(symbols), repeat=length))
-    support = {row for row in every if all(allowed(family, row, symbols))}
-    kept = domain.kept(torch.tensor(every))
-    assert kept.tolist() == [allowed(family, row, symbols) for row in every]
+    every = all_rows(range(symbols), length)
+    kept = domain.kept(every)
+    assert kept.tolist() == [allowed(family, row, symbols) for row in every.tolist()]
     assert domain.ideal(1) == pytest.approx(100 * kept.double().mean().item(), rel=1e-12)
-    n = 60 * len(support)
-    counts = Counter(map(tuple, domain.fresh(n, 3).tolist()))
-    assert set(counts) == support
-    chi2 = sum((count - 60) ** 2 / 60 for count in counts.values())
-    assert abs(chi2 - (len(support) - 1)) < 5 * math.sqrt(2 * len(support))
-    marginals = np.array(sorted(support))
-    assert all((np.bincount(column, minlength=symbols) * symbols == len(support)).all() for column in marginals.T)
-
-
-def ideal_by_enumeration(family: str, length: int, symbols: int, steps: int) -> float:
-    """Share of ties kept by the T-step chain with exact factorised conditionals: the law of all partial rows."""
-    support = [r for r in itertools.product(range(symbols), repeat=length) if all(allowed(family, r, symbols))]
-    law = {(None,) * length: 1.0}
-    for left in range(steps, 0, -1):
-        later: defaultdict[tuple[int | None, ...], float] = defaultdict(float)
-        for row, mass in law.items():
-            hidden = [i for i in range(length) if row[i] is None]
-            fitting = [r for r in support if all(row[i] in (None, r[i]) for i in range(length))]
-            if not fitting:
-                continue  # broken: a row of one group cannot be mended
-            for chosen in itertools.product((False, True), repeat=len(hidden)):
-                shown = [i for i, is_chosen in zip(hidden, chosen, strict=True) if is_chosen]
-                reveal = (1 / left) ** len(shown) * (1 - 1 / left) ** (len(hidden) - len(shown))
-                if not reveal:
-                    continue
-                for values in itertools.product(range(symbols), repeat=len(shown)):
-                    p = mass * reveal
-                    new = list(row)
-                    for i, value in zip(shown, values, strict=True):
-                        p *= sum(r[i] == value for r in fitting) / len(fitting)
-                        new[i] = value
-                    later[tuple(new)] += p
-        law = dict(later)
-    return 100 * sum(mass for row, mass in law.items() if row in set(support))
+    support = kept.all(1)
+    numbers = (domain.fresh(60 * int(support.sum()), 3) * symbols ** torch.arange(length).flip(0)).sum(1)
+    assert chi_square(torch.bincount(numbers, minlength=len(every)), support / support.sum()) > ALPHA
+    marginals = [column.bincount(minlength=symbols) for column in every[support].T]
+    assert all((marginal * symbols == support.sum()).all() for marginal in marginals)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +90,10 @@ def ideal_by_enumeration(family: str, length: int, symbols: int, steps: int) -> 
 )
 def test_the_ideal_factorised_chain(family: str, length: int, symbols: int) -> None:
     domain = build(family, length, symbols)
+    support = [r for r in itertools.product(range(symbols), repeat=length) if all(allowed(family, r, symbols))]
     for steps in (1, 2, 3):
-        assert domain.ideal(steps) == pytest.approx(ideal_by_enumeration(family, length, symbols, steps), rel=1e-12)
+        chain = factorised_chain(dict.fromkeys(support, 1 / len(support)), steps)
+        assert domain.ideal(steps) == pytest.approx(100 * sum(chain.get(row, 0) for row in support), rel=1e-12)
     shares = [domain.ideal(steps) for steps in (1, 2, 4, 16, 5_000)]
     assert shares == sorted(shares) and 99.8 < shares[-1] < 100
     if family != "permutations":  # the closed form of pairs of eight symbols

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from enumeration import ALPHA, chi_square, factorised_chain
 
 from emoe.config import ConfigError, from_dict
 from emoe.domains import toy as toys
@@ -80,14 +80,7 @@ def test_law_sums_to_one_and_matches_200_000_fresh_rows(toy: Toy) -> None:
     assert law.shape == (50, 50) and law.dtype == torch.float64
     assert law.min() >= 0 and abs(law.sum().item() - 1) < 1e-12
     rows = toy.fresh(200_000, 11)
-    counts = np.bincount((rows[:, 0] * 50 + rows[:, 1]).numpy(), minlength=2_500)
-    expected = 200_000 * law.flatten().numpy()
-    assert counts[expected == 0].sum() == 0
-    common = expected >= 5
-    assert common.sum() > 150
-    rare = expected[~common].sum() > 0  # all rare cells as one; the checkerboard has none
-    counts, expected = (np.append(x[common], x[~common].sum() if rare else []) for x in (counts, expected))
-    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
+    assert chi_square(torch.bincount(rows[:, 0] * 50 + rows[:, 1], minlength=2_500), law) > ALPHA
 
 
 def test_fresh_points_come_from_another_stream_than_training_points(toy: Toy) -> None:
@@ -127,32 +120,14 @@ def test_law_of_a_square_is_its_overlap_with_the_cells() -> None:
 # --- the best factorised chain
 
 
-def chain_law(joint: torch.Tensor, steps: int) -> torch.Tensor:
-    """Brute force: propagate the law over {0..V-1, mask}^2 through all steps of the factorised chain."""
-    size = len(joint)
-
-    def revealed(law: torch.Tensor, i: int) -> torch.Tensor:
-        return torch.cat([law / law.sum() / i, law.new_tensor([1 - 1 / i])])
-
-    state = joint.new_zeros(size + 1, size + 1)
-    state[size, size] = 1
-    for i in range(steps, 0, -1):
-        after = state[size, size] * revealed(joint.sum(1), i)[:, None] * revealed(joint.sum(0), i)
-        after[:size, :size] += state[:size, :size]
-        for token in range(size):
-            after[:, token] += state[size, token] * revealed(joint[:, token], i)
-            after[token] += state[token, size] * revealed(joint[token], i)
-        state = after
-    assert state[size].sum() == 0 and state[:, size].sum() == 0
-    return state[:size, :size]
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_ideal_factorised_is_the_law_of_the_chain(size: int, steps: int) -> None:
     joint = torch.rand(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)) ** 3
     joint /= joint.sum()
-    assert (ideal_factorised(joint, steps) - chain_law(joint, steps)).abs().max() < 1e-12
+    chain = factorised_chain({cell: joint[cell].item() for cell in np.ndindex(size, size)}, steps)
+    assert {cell: ideal_factorised(joint, steps)[cell].item() for cell in chain} == pytest.approx(chain, abs=1e-12)
+    assert len(chain) == size**2
     with pytest.raises(ValueError, match="steps"):
         ideal_factorised(joint, 0)
 
