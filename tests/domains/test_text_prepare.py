@@ -75,10 +75,8 @@ STREAM = [A, B, A, X, CLS, C, UNK, CLS, D, CLS]
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress, bz2.compress])
 def test_rows_of_both_packings(tmp_path, vocab, pack):
     """Of plain text, and of packed files, which are told by their content."""
-    files = {
-        "train": [write(tmp_path / "x.txt", pack(TRAIN.encode()))],
-        "test": [write(tmp_path / "y.txt", "a b c d e\n")],
-    }
+    train, test = write(tmp_path / "x.txt", pack(TRAIN.encode())), write(tmp_path / "y.txt", "a b c d e\n")
+    files = {"train": [train], "test": [test]}
     done = prepare(tmp_path / "set", vocab, **files, config=config())
     assert rows(done.path, "train") == [STREAM[:4], STREAM[4:8]]
     assert rows(done.path, "test") == [[A, B, C, D]]
@@ -143,11 +141,9 @@ def corpus(count: int = 300) -> str:
 
 def test_split_by_hash_keeps_documents_whole_and_does_not_hang_on_slices_or_processes(tmp_path, vocab):
     text = write(tmp_path / "x.txt", corpus())
-    changes = [{}, {"slice_bytes": 500}, {"jobs": 2, "slice_bytes": 700}, {"seed": 1}]
-    sets = [
-        prepare(tmp_path / f"set{i}", vocab, [text], config=config(split=(0.2, 0.1), **more))
-        for i, more in enumerate(changes)
-    ]
+    sets = []
+    for more in ({}, {"slice_bytes": 500}, {"jobs": 2, "slice_bytes": 700}, {"seed": 1}):
+        sets.append(prepare(tmp_path / str(len(sets)), vocab, [text], config=config(split=(0.2, 0.1), **more)))
     assert (sets[0].made, sets[0].kept) == (1, 0) and sets[2].made > 20
     assert content(sets[0].path) == content(sets[1].path) == content(sets[2].path)
     assert rows(sets[0].path, "test") != rows(sets[3].path, "test")
@@ -192,9 +188,8 @@ def test_folders_are_sorted_and_what_is_left_out_is_noted(tmp_path):
         write(folder / name, name)
     notes = list[str]()
     sources = find_sources({None: [folder]}, "auto", notes.append)
-    assert [(source.path.name, source.split) for source in sources] == [
-        ("a-train.txt", "train"), ("b-train.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")
-    ]  # fmt: skip
+    assert [source.path.name for source in sources] == ["a-train.txt", "b-train.txt", "valid.txt", "test.txt"]
+    assert [source.split for source in sources] == ["train", "train", "valid", "test"]
     assert notes == [f"{folder}: 1 files are no text by their names and are left out"]
     sources = find_sources({"train": [folder]}, "auto", notes.append)
     assert {source.split for source in sources} == {"train"} and len(sources) == 2
@@ -205,8 +200,9 @@ def test_splits_that_share_a_file_are_refused(tmp_path):
     one, two = write(tmp_path / "a.txt", "a b"), write(tmp_path / "b.txt", "a b")
     with pytest.raises(Exception, match=r"a.txt: is given in train and in test"):
         find_sources({"train": [one], "test": [tmp_path / "." / "a.txt"]}, "auto", print)
-    same = r"b.txt: has the same content as .*a.txt, but one is in test and the other in train"
-    with pytest.raises(Exception, match=same):
+    with pytest.raises(
+        Exception, match=r"b.txt: has the same content as .*a.txt, but one is in test and the other in"
+    ):
         find_sources({"train": [one], "test": [two]}, "auto", print)
 
 
