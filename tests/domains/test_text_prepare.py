@@ -200,9 +200,7 @@ def test_splits_that_share_a_file_are_refused(tmp_path):
     one, two = write(tmp_path / "a.txt", "a b"), write(tmp_path / "b.txt", "a b")
     with pytest.raises(Exception, match=r"a.txt: is given in train and in test"):
         find_sources({"train": [one], "test": [tmp_path / "." / "a.txt"]}, "auto", print)
-    with pytest.raises(
-        Exception, match=r"b.txt: has the same content as .*a.txt, but one is in test and the other in"
-    ):
+    with pytest.raises(Exception, match=r"b.txt: has the same content as .*a.txt, but one is in test and the other in"):
         find_sources({"train": [one], "test": [two]}, "auto", print)
 
 

@@ -86,21 +86,18 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Write a set of rows: `train.bin`, `valid.bin`, `test.bin`, the tokenizer's file and `manifest.json`.
 
+    Faults are a `ConfigError` (of the arguments, or a missing library), a `DataError` (of files) or a `StorageError`.
+
     Args:
         out: The folder of the set; it is made, and must not hold anything else.
         tokenizer: `vocab.txt`, `tokenizer.json`, or the folder of one.
         inputs: Files, archives and folders whose names say the split; files whose names do not are for training.
-        train: Files, archives and folders to train on; `valid` and `test` are those to evaluate with.
-        valid: See `train`.
-        test: See `train`.
+        train: Files, archives and folders to train on.
+        valid: The same to validate with.
+        test: The same to test with.
         config: Everything else.
         on_progress: Called after every slice.
         note: Gets lines about files that are left out.
-
-    Raises:
-        ConfigError: Arguments that do not go together, or a library that is missing.
-        DataError: Files that cannot be used.
-        StorageError: The disk is full.
     """
     config = config or PrepareConfig()
     try:
