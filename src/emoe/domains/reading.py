@@ -29,7 +29,7 @@ NO_NUMBER = "which is not a number; write the rows alone, without row names and 
 HOLES = ("?", "")  # cells of a text that stand for a token to be filled in; -1 does too
 TYPED = re.compile(r"[\d\s,;?+-]+")  # a row that is written out, which is no name of a file
 AS_INTEGERS = "np.save(path, x.astype(np.int64))"
-BROKEN = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+BROKEN = (OSError, ValueError, EOFError, csv.Error, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 class Table(NamedTuple):
@@ -58,18 +58,22 @@ def read_symbols(path: Path, key: str | None = None) -> Int[np.ndarray, "N L"]:
         if ending not in (".npy", ".npz", ".csv"):
             what = f"{ending} files" if ending else "a file without an ending"
             raise DataError(f"cannot read {what}; save the rows as .npy, .npz or .csv")
-        table = read_csv(path) if ending == ".csv" else read_numpy(path, key)
+        table = read_table(path, key)
         _check_symbols(table)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     return table.values.astype(np.int64)
 
 
-def read_numpy(path: Path, key: str | None = None) -> Table:
-    """An array as it is, from a .npy or .npz file. Here and below, errors do not name the file."""
+def read_table(path: Path, key: str | None = None, holes: Sequence[str] = ()) -> Table:
+    """The values of a .npy, .npz (the array `key`) or .csv file, see `parse`. Here and below, errors do not name it."""
+    is_text = path.suffix.lower() == ".csv"
     try:
-        with path.open("rb") as file:  # np.load would leave a damaged archive open
-            loaded: Any = np.load(file, allow_pickle=False)
+        if is_text:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                return parse(file, holes)
+        with path.open("rb") as binary:  # np.load would leave a damaged archive open
+            loaded: Any = np.load(binary, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 return Table(loaded)
             names = loaded.files
@@ -82,21 +86,14 @@ def read_numpy(path: Path, key: str | None = None) -> Table:
     except DataError:
         raise
     except BROKEN as error:
+        if is_text:
+            raise DataError(f"cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
         if "pickle" in str(error):
             raise DataError(
                 "holds pickled objects or is no NumPy file; pickles can run code and are not opened. "
                 f"Save a plain array: {AS_INTEGERS}"
             ) from None
         raise DataError(f"cannot be read, damaged or cut off ({error}); write it again") from None
-
-
-def read_csv(path: Path, holes: Sequence[str] = ()) -> Table:
-    """Numbers of a text file, see `parse`."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return parse(file, holes)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
 
 
 def parse(lines: Iterable[str], holes: Sequence[str] = ()) -> Table:
@@ -167,17 +164,17 @@ def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
 
     `?`, an empty cell, NaN and -1 mark positions to fill in.
     """
-    path, ending = Path(source), Path(source).suffix.lower()
+    path = Path(source)
     if TYPED.fullmatch(source):
         try:
             return _tokens(parse([source], HOLES), space)
         except DataError as error:
             raise ConfigError([f"given: {source!r}: {error}"]) from None
-    if ending not in (".npy", ".csv"):
+    if path.suffix.lower() not in (".npy", ".csv"):
         raise ConfigError([f"given: {source!r} is neither a .npy or .csv file nor a row such as 12,?"])
     check_file(path, "--given takes a file of rows")
     try:
-        return _tokens(read_numpy(path) if ending == ".npy" else read_csv(path, HOLES), space)
+        return _tokens(read_table(path, holes=HOLES), space)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
