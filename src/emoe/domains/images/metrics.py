@@ -12,7 +12,7 @@ up to its 5th nearest neighbour on y's own side. Real rows are those of the test
 - `class_entropy` (+ up to that of real rows): entropy in nats of the mean of p(c | x).
 - `class_tv` (-): 1/2 * sum_c |share of samples - share of real rows| whose likeliest class is c.
 - `judge_accuracy`: share of labelled test rows that the classifier gets right.
-- `ink`: mean share of ink. `distinct` (+): share of different rows among the samples.
+- `ink` (as that of real rows): mean share of ink. `distinct` (+): share of different rows among the samples.
 - `copied` (not above that of real rows): share of samples that equal a training row in every pixel.
 - `pixel_tv` (-): mean over pixels of |share of ink in samples - in real rows|.
 
@@ -187,12 +187,12 @@ def neighbour_measures(samples: Points, real: Others) -> list[Measurement]:
         balls += inside.sum(0)
         reached.append((distances <= sample_radii).any(1))
         hits.append(inside.float() @ member)
-    counts = torch.cat(hits)
+    balls, counts = balls.cpu(), torch.cat(hits).cpu()
     total = counts.sum(1)
     covered = [100 * (total > part).double().mean().item() for part in (0 * total, *counts.T[:folds])]
     return [
         proportion("precision", balls > 0),
-        proportion("recall", torch.cat(reached)),
+        proportion("recall", torch.cat(reached).cpu()),
         mean("density", 100 * balls.double() / min(NEIGHBOURS, len(real) - 1)),
         jackknife("coverage", covered, len(samples)),
     ]
