@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from emoe.domains import DataError
-from emoe.domains.text.detokenise import Detokenise, Style, style_of
+from emoe.domains.text.detokenise import SHARD, Detokenise, Style, style_of
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -28,7 +28,6 @@ WORDS: dict[str, Split] = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     **dict.fromkeys(("test", "heldout"), "test"),
 }
-SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")  # of the One Billion Word benchmark
 PACKED = (".gz", ".xz", ".bz2")
 TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is removed
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
