@@ -18,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from emoe.console import console_table
-from emoe.domains.toy import Toy
-from emoe.domains.toy.densities import overlap_of_law, validity_of_law
+from emoe.domains.toy import Toy, overlap_of_law, validity_of_law
 from emoe.evaluation.measure import row
 from emoe.exact.laws import kl_data_model
 from emoe.experiment import customise

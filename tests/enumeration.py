@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -263,3 +264,26 @@ def product_of_marginals(law: Tensor, size: int, length: int) -> Tensor:
         marginal = table.sum(others) if others else table
         product = product * marginal.view([-1 if p == position else 1 for p in range(length)])
     return product.flatten()
+
+
+def factorised_chain(law: Mapping[tuple[int, ...], float], steps: int) -> dict[tuple[int | None, ...], float]:
+    """Law of the rows of the T-step chain whose conditionals are those of `law`, exact and factorised.
+
+    A masked position (None) is revealed at t = i/T with probability 1/i. Rows that nothing fits are left out.
+    """
+    state: dict[tuple[int | None, ...], float] = {(None,) * len(next(iter(law))): 1.0}
+    for i in range(steps, 0, -1):
+        later: defaultdict[tuple[int | None, ...], float] = defaultdict(float)
+        for row, mass in state.items():
+            fitting = {r: p for r, p in law.items() if all(a in (None, b) for a, b in zip(row, r, strict=True))}
+            options = []
+            for position, token in enumerate(row):
+                marginal: defaultdict[int, float] = defaultdict(float)
+                for r, p in fitting.items():
+                    marginal[r[position]] += p / sum(fitting.values())
+                drawn = [(None, 1 - 1 / i), *((symbol, p / i) for symbol, p in marginal.items())]
+                options.append(drawn if token is None else [(token, 1.0)] * bool(fitting))
+            for chosen in itertools.product(*options):
+                later[tuple(token for token, _ in chosen)] += mass * math.prod(p for _, p in chosen)
+        state = {row: mass for row, mass in later.items() if mass}
+    return state

@@ -17,8 +17,7 @@ from emoe.config import ConfigError
 from emoe.diffusion.masking import subs
 from emoe.diffusion.quadrature import gaussian_grid, gaussian_points
 from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
-from emoe.domains.toy import Toy, ToyConfig
-from emoe.domains.toy.densities import validity_of_law
+from emoe.domains.toy import Toy, ToyConfig, validity_of_law
 from emoe.evaluation.measure import exact_rows
 from emoe.exact.laws import chain_law, chain_laws, exact_laws, exact_nll, kl_data_model, law_work
 from emoe.methods.base import MethodConfig

@@ -42,11 +42,8 @@ def test_validity_counts_samples_within_the_radius_inclusively():
     assert (result.metric, result.value, result.n) == ("validity", 50.0, 4)
     assert result.stderr == pytest.approx(100 * math.sqrt(0.25 / 4))
     assert validity(samples, support, 0.0).value == 25.0
-
-
-def test_validity_reads_the_first_3000_samples():
-    samples = torch.cat([torch.zeros(3_000, 2, dtype=torch.long), torch.full((500, 2), 9)])
-    result = validity(samples, rows((0, 0)), 0.0)
+    many = torch.cat([support[:1].expand(3_000, -1), samples[3:].expand(500, -1)])
+    result = validity(many, support, 0.0)  # of the first 3,000
     assert (result.value, result.stderr, result.n) == (100.0, 0.0, 3_000)
 
 

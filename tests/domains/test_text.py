@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from small import TRANSFORMER, trained
 
-from emoe.config import ConfigError, from_dict, to_dict
-from emoe.domains.base import DataError, DomainConfig
+from emoe.domains.base import DataError
 from emoe.domains.text.data import Text, TextConfig
 from emoe.domains.text.prepare import PrepareConfig, prepare
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
@@ -54,50 +53,30 @@ def test_the_set_as_a_domain(text, folder):
     assert text.rows.dtype == torch.uint16 and torch.equal(text.rows.long(), whole(folder, "train"))
     valid = TextConfig(path=str(folder), held_out="valid").build(0)
     assert torch.equal(valid.test_rows.long(), whole(folder, "valid"))
-    config = TextConfig(path="sets/elsewhere")  # the name is that of the config wherever the set is
-    assert Text(config, folder).name == "elsewhere" and torch.equal(Text(config, folder).rows, text.rows)
-
-
-def test_a_set_is_hashed_once(text, folder):
     assert text.sha256 == hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
     assert text.sha256 == TextConfig(path=str(folder), verify=False).build(0).sha256  # of the rows
-
-
-def test_the_kind_is_known_by_name(folder):
-    assert "text" in DomainConfig.known_kinds()
-    config = TextConfig(path=str(folder), verify=False)
-    assert from_dict(DomainConfig, to_dict(config)) == config
-    with pytest.raises(ConfigError, match="held_out: got 'train'"):
-        from_dict(DomainConfig, {"kind": "text", "path": "x", "held_out": "train"})
+    config = TextConfig(path="sets/elsewhere")  # the name is that of the config wherever the set is
+    assert Text(config, folder).name == "elsewhere" and torch.equal(Text(config, folder).rows, text.rows)
 
 
 def test_fresh_rows_are_held_out_rows_without_repetition(text, folder):
     drawn = text.fresh(text.fresh_rows, 1)
     assert sorted(drawn.tolist()) == sorted(whole(folder, "test").tolist())
     assert torch.equal(text.fresh(5, 1), drawn[:5]) and not torch.equal(text.fresh(5, 2), drawn[:5])
-    with pytest.raises(
-        DataError, match=r"set: 1,000 rows that were not trained on are asked for, but the held-out split has"
-    ):
+    with pytest.raises(DataError, match=r"set: 1,000 rows that were not trained on are asked for, but the held-out"):
         text.fresh(1000, 0)
 
 
-def sparse(folder: Path, rows: int, length: int = 128) -> Path:
-    """A set whose training file is large but holds no block on the disk, apart from a last row of sevens."""
-    folder.mkdir()
-    splits = {name: {"rows": count, "sha256": ""} for name, count in (("train", rows), ("test", 2))}
-    manifest = {"schema": 1, "size": 9, "length": length, "special": {"mask": 4}, "splits": splits}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    for name, split in splits.items():
-        with (folder / f"{name}.bin").open("wb") as file:
-            file.truncate(split["rows"] * length * 2)
-            file.seek((split["rows"] - 1) * length * 2)
-            file.write(np.full(length, 7, "<u2").tobytes())
-    return folder
-
-
 def test_only_the_rows_of_a_batch_are_read(tmp_path):
-    rows = 2_000_000  # 512 MB
-    text = TextConfig(path=str(sparse(tmp_path / "set", rows)), verify=False).build(0)
+    rows, length = 2_000_000, 128  # 512 MB that hold no block on the disk, apart from a last row of sevens
+    splits = {split: {"rows": rows, "sha256": ""} for split in ("train", "test")}
+    manifest = {"schema": 1, "size": 9, "length": length, "special": {"mask": 4}, "splits": splits}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    for split in splits:
+        with (tmp_path / f"{split}.bin").open("wb") as file:
+            file.seek((rows - 1) * length * 2)
+            file.write(np.full(length, 7, "<u2").tobytes())
+    text = TextConfig(path=str(tmp_path), verify=False).build(0)
     before = psutil.Process().memory_info().rss
     batches = text.batches(64, 0)
     for step in range(5):
@@ -106,13 +85,12 @@ def test_only_the_rows_of_a_batch_are_read(tmp_path):
     assert psutil.Process().memory_info().rss - before < 100e6  # the order of the rows takes 16 MB
 
 
-def test_what_is_done_to_rows_does_not_reach_the_file(tmp_path):
-    folder = sparse(tmp_path / "set", 4)
-    for path in folder.iterdir():
+def test_what_is_done_to_rows_does_not_reach_the_file(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "set")
+    for path in copy.iterdir():
         path.chmod(0o444)
-    text = TextConfig(path=str(folder), verify=False).build(0)
-    text.rows[0] = 5
-    assert (folder / "train.bin").read_bytes()[:256] == bytes(256)
+    TextConfig(path=str(copy)).build(0).rows[0] = 5
+    assert (copy / "train.bin").read_bytes() == (folder / "train.bin").read_bytes()
 
 
 # --- decoding
@@ -153,13 +131,6 @@ def test_picture_shows_any_text(text, tmp_path):
 # --- damage
 
 
-def copy(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -185,7 +156,7 @@ DAMAGE = {
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named_with_a_remedy(folder, tmp_path, case):
     damage, message = DAMAGE[case]
-    bad = copy(folder, tmp_path / "set")
+    bad = shutil.copytree(folder, tmp_path / "set")
     damage(bad)
     with pytest.raises(DataError, match=message):
         TextConfig(path=str(bad)).build(0)
@@ -194,7 +165,7 @@ def test_damage_is_named_with_a_remedy(folder, tmp_path, case):
 def test_sets_that_cannot_be_used(folder, tmp_path):
     with pytest.raises(DataError, match=r"nowhere: does not exist; --domain.path takes a folder"):
         TextConfig(path=str(tmp_path / "nowhere")).build(0)
-    other = copy(folder, tmp_path / "set")
+    other = shutil.copytree(folder, tmp_path / "set")
     splits = json.loads((other / "manifest.json").read_bytes())["splits"]
     change(other / "manifest.json", splits={name: splits[name] for name in ("train", "test")})
     with pytest.raises(DataError, match=r"has no valid rows, only train, test"):
@@ -204,16 +175,3 @@ def test_sets_that_cannot_be_used(folder, tmp_path):
     for use in (lambda: bad.build(0).decode(torch.zeros(1, 6, dtype=torch.long)), lambda: bad.read_given("a", SPACE)):
         with pytest.raises(DataError, match=r"vocab.txt: is not the tokenizer the set was made with; prepare it again"):
             use()
-
-
-# --- a run
-
-
-def test_a_model_is_trained_sampled_and_measured(folder, tmp_path):
-    settings = TRANSFORMER | {"domain": "text", "domain.path": str(folder), "train.steps": 3}
-    run = trained("rows-mdlm", tmp_path / "run", settings)
-    samples = run.sample(5, 2)
-    assert samples.shape == (5, 6) and (samples != 4).all()
-    rows = {row.metric: row for row in run.evaluate(nfe=[1], samples=20)}
-    assert {"entropy", "distinct_1", "distinct_2", "repetition"} <= set(rows) and run.nll(likelihood="nelbo").value > 0
-    assert rows["entropy"].task == "text" and rows["entropy"].data == "set"

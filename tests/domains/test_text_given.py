@@ -30,20 +30,15 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextConfig]:
     (root / "test.txt").write_text("a bird sees the cat.\n" * 10)
     configs = {}
     for packing in ("chunks", "wrap"):
-        config = PrepareConfig(length=LENGTH, packing=packing, jobs=1)
-        files = [root / "train.txt", root / "test.txt"]
+        config, files = PrepareConfig(length=LENGTH, packing=packing, jobs=1), [root / "train.txt", root / "test.txt"]
         configs[packing] = TextConfig(path=str(prepare(root / packing, root / "vocab.txt", files, config=config).path))
     return configs
 
 
 @pytest.fixture
-def text(sets: dict[str, TextConfig]) -> TextConfig:
-    return sets["chunks"]
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def text(sets: dict[str, TextConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextConfig:
     monkeypatch.chdir(tmp_path)
+    return sets["chunks"]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +63,7 @@ def test_holes_of_a_text(text: TextConfig, source: str, row: list[int]) -> None:
 def test_rows_of_a_wrapped_set_begin_as_its_rows_do(sets: dict[str, TextConfig]) -> None:
     assert sets["wrap"].read_given("the cat", SPACE).tolist() == [[CLS, THE, CAT, M, M, M, M, M]]
     assert sets["wrap"].read_given("the ___ .", SPACE).tolist() == [[CLS, THE, M, M, M, M, M, DOT]]
-    trained = sets["wrap"].build(0).rows
-    assert (trained[:, 0] == CLS).all()
+    assert (sets["wrap"].build(0).rows[:, 0] == CLS).all()
 
 
 def test_files_of_texts_and_of_tokens(text: TextConfig) -> None:
@@ -103,12 +97,9 @@ def test_texts_that_are_refused(text: TextConfig, source: str, kind: type[Except
     assert fragment in str(caught.value)
 
 
-def test_ink_is_for_images(text: TextConfig) -> None:
-    with pytest.raises(ConfigError, match="ink: is for images, but 'text' has none"):
-        text.read_given("the cat", SPACE, ink="dark")
-
-
 def test_rows_are_written_as_text(text: TextConfig) -> None:
     rows = text.read_given("the cats sees a bird. [CLS]", SPACE)
     assert text.has_words and text.write(rows) == ["the cats sees a bird. [CLS]"]
     assert len(text.completion_figure(rows, rows, rows[None].repeat(1, 2, 1), SPACE).axes) == 3
+    with pytest.raises(ConfigError, match="ink: is for images, but 'text' has none"):
+        text.read_given("the cat", SPACE, ink="dark")

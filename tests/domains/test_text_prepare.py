@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import fcntl
+import functools
 import gzip
 import io
 import json
@@ -71,8 +72,11 @@ TRAIN = "A b ax\n\n  c zz \nd\n"  # capitals are lowered, "zz" is unknown, lines
 STREAM = [A, B, A, X, CLS, C, UNK, CLS, D, CLS]
 
 
-def test_rows_of_both_packings(tmp_path, vocab):
-    files = {"train": [write(tmp_path / "x.txt", TRAIN)], "test": [write(tmp_path / "y.txt", "a b c d e\n")]}
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress, bz2.compress])
+def test_rows_of_both_packings(tmp_path, vocab, pack):
+    """Of plain text, and of packed files, which are told by their content."""
+    train, test = write(tmp_path / "x.txt", pack(TRAIN.encode())), write(tmp_path / "y.txt", "a b c d e\n")
+    files = {"train": [train], "test": [test]}
     done = prepare(tmp_path / "set", vocab, **files, config=config())
     assert rows(done.path, "train") == [STREAM[:4], STREAM[4:8]]
     assert rows(done.path, "test") == [[A, B, C, D]]
@@ -87,13 +91,6 @@ def test_rows_of_both_packings(tmp_path, vocab):
     assert rows(wrap.path, "train") == [[CLS, *STREAM[i : i + 3], CLS] for i in (0, 3, 6)]
     assert rows(wrap.path, "test") == [[CLS, A, B, C, CLS], [CLS, D, E, CLS, CLS]]
     assert wrap.manifest["splits"]["train"]["dropped"] == 1
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress, bz2.compress])
-def test_packed_files_are_told_by_their_content(tmp_path, vocab, pack):
-    train, test = write(tmp_path / "train.any", pack(TRAIN.encode())), write(tmp_path / "test.any", "a b c d\n")
-    done = prepare(tmp_path / "set", vocab, [train, test], config=config())
-    assert rows(done.path, "train") == [STREAM[:4], STREAM[4:8]]
 
 
 def test_special_words_in_a_text_are_plain_text_whatever_the_tokenizer_file(tmp_path, vocab):
@@ -144,11 +141,9 @@ def corpus(count: int = 300) -> str:
 
 def test_split_by_hash_keeps_documents_whole_and_does_not_hang_on_slices_or_processes(tmp_path, vocab):
     text = write(tmp_path / "x.txt", corpus())
-    changes = [{}, {"slice_bytes": 500}, {"jobs": 2, "slice_bytes": 700}, {"seed": 1}]
-    sets = [
-        prepare(tmp_path / f"set{i}", vocab, [text], config=config(split=(0.2, 0.1), **more))
-        for i, more in enumerate(changes)
-    ]
+    sets = []
+    for more in ({}, {"slice_bytes": 500}, {"jobs": 2, "slice_bytes": 700}, {"seed": 1}):
+        sets.append(prepare(tmp_path / str(len(sets)), vocab, [text], config=config(split=(0.2, 0.1), **more)))
     assert (sets[0].made, sets[0].kept) == (1, 0) and sets[2].made > 20
     assert content(sets[0].path) == content(sets[1].path) == content(sets[2].path)
     assert rows(sets[0].path, "test") != rows(sets[3].path, "test")
@@ -169,20 +164,17 @@ def test_preparing_needs_no_torch():
 # --- files and splits by name
 
 
-SPLIT_OF = {
-    "news.en-00042-of-00100": "train",
-    "heldout-monolingual/news.en.heldout-00007-of-00050.gz": "test",
-    "allsides-train-00.txt.xz": "train",
-    "wiki.valid.tokens": "valid",
-    "1b_benchmark.dev.tokens.gz": "valid",
-    "test/part-1.txt": "test",
-    "train/valid.txt": "valid",
-    "contest.txt": None,
-}
-
-
 def test_names_say_the_split_the_style_and_what_is_text():
-    assert {name: split_of(name) for name in SPLIT_OF} == SPLIT_OF
+    splits = {
+        "news.en-00042-of-00100": "train",
+        "heldout-monolingual/news.en.heldout-00007-of-00050.gz": "test",
+        "allsides-train-00.txt.xz": "train",
+        "1b_benchmark.dev.tokens.gz": "valid",
+        "test/part-1.txt": "test",
+        "train/valid.txt": "valid",
+        "contest.txt": None,
+    }
+    assert {name: split_of(name) for name in splits} == splits
     names = ["a.txt", "a.txt.gz", "a.tokens.xz", "a", "news.en-00001-of-00100", "news.en.heldout-00000-of-00050"]
     assert all(map(is_text, names))
     assert not any(map(is_text, ["README", "a.md", ".a.txt", "a.json", "x.json.gz", "news.en-00000-of-00100"]))
@@ -196,9 +188,8 @@ def test_folders_are_sorted_and_what_is_left_out_is_noted(tmp_path):
         write(folder / name, name)
     notes = list[str]()
     sources = find_sources({None: [folder]}, "auto", notes.append)
-    assert [(source.path.name, source.split) for source in sources] == [
-        ("a-train.txt", "train"), ("b-train.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")
-    ]  # fmt: skip
+    assert [source.path.name for source in sources] == ["a-train.txt", "b-train.txt", "valid.txt", "test.txt"]
+    assert [source.split for source in sources] == ["train", "train", "valid", "test"]
     assert notes == [f"{folder}: 1 files are no text by their names and are left out"]
     sources = find_sources({"train": [folder]}, "auto", notes.append)
     assert {source.split for source in sources} == {"train"} and len(sources) == 2
@@ -209,8 +200,7 @@ def test_splits_that_share_a_file_are_refused(tmp_path):
     one, two = write(tmp_path / "a.txt", "a b"), write(tmp_path / "b.txt", "a b")
     with pytest.raises(Exception, match=r"a.txt: is given in train and in test"):
         find_sources({"train": [one], "test": [tmp_path / "." / "a.txt"]}, "auto", print)
-    same = r"b.txt: has the same content as .*a.txt, but one is in test and the other in train"
-    with pytest.raises(Exception, match=same):
+    with pytest.raises(Exception, match=r"b.txt: has the same content as .*a.txt, but one is in test and the other in"):
         find_sources({"train": [one], "test": [two]}, "auto", print)
 
 
@@ -263,19 +253,17 @@ def test_unsafe_archives_are_refused(tmp_path, vocab, name, kind, message):
     assert not (tmp_path / "set").exists()
 
 
-SPACING = {
-    '" I did n\'t , " she said . ': '"I did n\'t," she said. ',
-    "It 's 5 . 5 ; no : yes !": "It's 5. 5; no: yes!",
-    "Really ? ?": "Really??",
-    "( see http : / / a . b / c )": "(see http://a . b/c)",
-    "[ sic ] costs $ 5 or £ 4 .": "[sic] costs $5 or £4.",
-    "He said ' no ' twice .": "He said 'no' twice.",
-    "a - b": "a - b",
-}
-
-
 def test_spacing_is_undone_as_the_field_does():
-    assert {text: detokenise.lm1b(text) for text in SPACING} == SPACING
+    sentences = {
+        '" I did n\'t , " she said . ': '"I did n\'t," she said. ',
+        "It 's 5 . 5 ; no : yes !": "It's 5. 5; no: yes!",
+        "Really ? ?": "Really??",
+        "( see http : / / a . b / c )": "(see http://a . b/c)",
+        "[ sic ] costs $ 5 or £ 4 .": "[sic] costs $5 or £4.",
+        "He said ' no ' twice .": "He said 'no' twice.",
+        "a - b": "a - b",
+    }
+    assert {text: detokenise.lm1b(text) for text in sentences} == sentences
     assert detokenise.wikitext("1 @,@ 000 well @-@ known 2 @.@ 5") == "1,000 well-known 2.5"
 
 
@@ -300,18 +288,17 @@ prepare(folder / "set", folder / "vocab.txt", [folder / "x.txt"], config=config,
 SHARED = {"split": (0.2, 0.1), "slice_bytes": 600}
 
 
-def start(folder: Path, stop: int, jobs: int, *, slow: bool = False, **options: Any) -> subprocess.Popen[str]:
-    """A process that prepares; it kills itself after `stop` slices."""
+def start(folder: Path, stop: int, jobs: int, slow: bool = False, limit: int = -1) -> subprocess.Popen[str]:
+    """A process that prepares; it kills itself after `stop` slices, and no file may have more than `limit` bytes."""
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1])}
     words = [sys.executable, "-c", RUN, str(folder), str(stop), str(jobs), str(int(slow))]
-    return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, **options)
+    limited = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
 
 
-def run(folder: Path, stop: int, jobs: int, limit: int = resource.RLIM_INFINITY) -> tuple[int, str]:
-    """Exit code and errors; no file may have more than `limit` bytes."""
-    process = start(
-        folder, stop, jobs, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )  # fmt: skip
+def run(*args: Any, **options: Any) -> tuple[int, str]:
+    """Exit code and errors."""
+    process = start(*args, **options)
     return process.wait(timeout=120), process.communicate()[1]
 
 
@@ -331,13 +318,19 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, vocab, jobs
 
 
 def test_parts_of_an_earlier_text_are_not_used(tmp_path, vocab):
-    text = write(tmp_path / "x.txt", corpus())
-    assert run(tmp_path, 9, 1)[0] == -signal.SIGKILL
+    text, done = write(tmp_path / "x.txt", corpus()), list[object]()
+
+    def stop(*progress: object) -> None:
+        done.append(progress)
+        if len(done) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "set", vocab, [text], config=config(**SHARED), on_progress=stop)
     write(text, corpus().replace("a", "b", 5))
-    done = prepare(tmp_path / "set", vocab, [text], config=config(**SHARED))
-    assert 0 < done.kept < 9  # only what is the same
-    whole = prepare(tmp_path / "whole", vocab, [text], config=config(**SHARED))
-    assert content(done.path) == content(whole.path)
+    again = prepare(tmp_path / "set", vocab, [text], config=config(**SHARED))
+    assert 0 < again.kept < 9  # only what is the same
+    assert content(again.path) == content(prepare(tmp_path / "whole", vocab, [text], config=config(**SHARED)).path)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

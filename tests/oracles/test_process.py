@@ -15,7 +15,7 @@ from steps import generator, noised, ramp_of
 from emoe.diffusion.masking import mask_tokens, reveal_probability, subs, unmask_step
 from emoe.diffusion.schedule import CosineSchedule, LinearSchedule, LogLinearSchedule
 from emoe.diffusion.times import grid_times, stratified_times
-from emoe.domains.toy.densities import ideal_factorised
+from emoe.domains.toy import ideal_factorised
 from emoe.engine.optim import OptimConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig

@@ -10,7 +10,7 @@ import pytest
 
 from emoe import studies
 from emoe.config import ConfigError
-from emoe.domains.toy.densities import HELD_OUT
+from emoe.domains.toy import HELD_OUT
 from emoe.reporting import ties
 from emoe.reporting.results import Results
 from emoe.studies import held_out, likelihood, scaling

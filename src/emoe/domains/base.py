@@ -94,14 +94,12 @@ class Domain(ABC):
 class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "reading")):
     """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows.
 
-    The other methods read and write rows. They need the config alone, so a trained model draws and completes rows on a
-    machine without its training data.
+    The other methods read and write rows without the data, so a trained model works on a machine that lacks them.
     """
 
     has_words: ClassVar[bool] = False  # `write` gives text, not numbers
 
     def build(self, seed: int) -> Domain:
-        """Make the domain."""
         raise NotImplementedError
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
@@ -120,14 +118,12 @@ class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "r
 
     def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
         """The rows as they were read, the tokens that were kept, and the completions, a line for each completion."""
-        return panels.heat_maps(completion_pools(rows, given, samples), space)
-
-
-def completion_pools(rows: Given, given: Given, samples: Completions) -> Pools:
-    """Given rows, kept tokens and completions as pools of equal length."""
-    n = samples.shape[1]
-    repeated = {"given": rows.repeat_interleave(n, 0), "kept": given.repeat_interleave(n, 0)}
-    return repeated | {"completions": samples.flatten(0, 1)}
+        n = samples.shape[1]
+        pools = {"given": rows.repeat_interleave(n, 0), "kept": given.repeat_interleave(n, 0)}
+        pools["completions"] = samples.flatten(0, 1)
+        if self.has_words:
+            return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools.items()})
+        return panels.heat_maps(pools, space)
 
 
 def random_state(seed: int) -> np.random.RandomState:
@@ -141,27 +137,26 @@ def permutation(n: int, *stream: object) -> Int[Tensor, " n"]:
 
 
 class SplitDomain(Domain):
-    """A domain with a fixed split of held-out rows."""
+    """A domain with a fixed split of held-out rows, of which `fresh` draws without replacement."""
 
     test_rows: Integer[Tensor, "M L"]
     stream: ClassVar[str]  # of random numbers for `fresh`
 
     def fresh(self, n: int, seed: int) -> Rows:
-        """`n` of the held-out rows, drawn by `seed` without replacement."""
-        rows = self.test_rows
-        if n > len(rows):  # repeating rows would make errors look smaller than they are
+        most = len(self.test_rows)
+        if n > most:  # repeating rows would make errors look smaller than they are
             raise DataError(
                 f"{self.name}: {n:,} rows that were not trained on are asked for, but the held-out split has "
-                f"{len(rows):,}; ask for at most that many (emoe eval --rows {len(rows)})"
+                f"{most:,}; ask for at most that many (emoe eval --rows {most})"
             )
-        return rows[permutation(len(rows), self.stream, "fresh", seed)[:n]].long()
+        return self.test_rows[permutation(most, self.stream, "fresh", seed)[:n]].long()
 
 
 class ShuffledRows:
     """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
 
     Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, of which ranks take equal slices.
-    uint8 rows stay uint8 on the device; batches are int64 in any case.
+    Batches are int64; uint8 rows stay uint8 on the device.
     """
 
     def __init__(
@@ -179,7 +174,6 @@ class ShuffledRows:
         return permutation(len(self.rows), self.seed, "data", epoch).to(self.rows.device)
 
     def __call__(self, step: int) -> Int[Tensor, "B L"]:
-        """Rows of step h for this rank."""
         count, n = self.batch // self.world, len(self.rows)
         start = step * self.batch + self.rank * count
         epochs = range(start // n, -(-(start + count) // n))

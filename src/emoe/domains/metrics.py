@@ -27,9 +27,8 @@ Picked = Int[np.ndarray, " n"] | slice
 def nearest_distance(points: Rows, support: Other, rank: int = 1) -> Float[Tensor, " n"]:
     """Distance ||point - x||_2 of each point to the nearest x in the support, or to that of another rank.
 
-    Rows are read as vectors of token indices. |a|^2 + |b|^2 - 2 ab is evaluated in float64, where sums of products of
-    token ids are exact whole numbers: a distance of 0 comes out as 0, which the radius r = 0 of the toy densities
-    depends on.
+    Rows are vectors of tokens. |a|^2 + |b|^2 - 2 ab is exact in float64, so a distance of 0 comes out as 0,
+    which the radius r = 0 of the toy densities depends on.
     """
     a, b = points.cpu().double(), support.cpu().double()
     squared = a.square().sum(1, keepdim=True) + b.square().sum(1) - 2.0 * a @ b.T
@@ -45,8 +44,7 @@ def support_radius(support: Other) -> float:
 
 def validity(samples: Rows, support: Other, radius: float) -> Measurement:
     """Eq. 39 for the first 3,000 samples: 100/n * #{i : min_x ||sample_i - x||_2 <= r}."""
-    samples = not_empty(samples)[:VALIDITY_ROWS]
-    return proportion("validity", nearest_distance(samples, support) <= radius)
+    return proportion("validity", nearest_distance(not_empty(samples)[:VALIDITY_ROWS], support) <= radius)
 
 
 def overlap(samples: Rows, data: Other, seed: int = 0) -> Measurement:
@@ -62,8 +60,8 @@ def overlap(samples: Rows, data: Other, seed: int = 0) -> Measurement:
 def pair_overlap(samples: Rows, data: Other, seed: int = 0) -> Measurement:
     """Mean over position pairs (i, j) of 100 * (1 - TV) between the laws of (x_i, x_j).
 
-    Whole rows of a long sequence hardly ever repeat, so their overlap says nothing; pairs do repeat, and they show
-    whether positions agree with each other. All pairs up to L = 16, otherwise 120 picked by `seed`.
+    Long rows hardly ever repeat, so their overlap says nothing; pairs do, and show whether positions agree with each
+    other. All pairs up to L = 16, otherwise 120 picked by `seed`.
     """
     both = torch.cat([not_empty(samples).cpu(), data.cpu()]).long()
     size = int(both.max()) + 1

@@ -27,10 +27,9 @@ MOST_SYMBOLS = 65_535
 RENUMBER = "renumber them with np.unique(x, return_inverse=True)[1].reshape(x.shape)"
 NO_NUMBER = "which is not a number; write the rows alone, without row names and with at most one header line"
 HOLES = ("?", "")  # cells of a text that stand for a token to be filled in; -1 does too
-NO_TOKEN = "neither a token nor ?"
 TYPED = re.compile(r"[\d\s,;?+-]+")  # a row that is written out, which is no name of a file
 AS_INTEGERS = "np.save(path, x.astype(np.int64))"
-BROKEN = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+BROKEN = (OSError, ValueError, EOFError, csv.Error, zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 class Table(NamedTuple):
@@ -59,47 +58,42 @@ def read_symbols(path: Path, key: str | None = None) -> Int[np.ndarray, "N L"]:
         if ending not in (".npy", ".npz", ".csv"):
             what = f"{ending} files" if ending else "a file without an ending"
             raise DataError(f"cannot read {what}; save the rows as .npy, .npz or .csv")
-        table = read_csv(path) if ending == ".csv" else read_numpy(path, key)
-        _check_values(table)
-        _check_symbols(np.unique(table.values))
+        table = read_table(path, key)
+        _check_symbols(table)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     return table.values.astype(np.int64)
 
 
-def read_numpy(path: Path, key: str | None = None) -> Table:
-    """An array as it is, from a .npy or .npz file. Here and below, errors do not name the file."""
+def read_table(path: Path, key: str | None = None, holes: Sequence[str] = ()) -> Table:
+    """The values of a .npy, .npz (the array `key`) or .csv file, see `parse`. Here and below, errors do not name it."""
+    is_text = path.suffix.lower() == ".csv"
     try:
-        with path.open("rb") as file:  # np.load would leave a damaged archive open
-            loaded: Any = np.load(file, allow_pickle=False)
-            return Table(loaded if isinstance(loaded, np.ndarray) else loaded[_array_name(loaded.files, key)])
+        if is_text:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                return parse(file, holes)
+        with path.open("rb") as binary:  # np.load would leave a damaged archive open
+            loaded: Any = np.load(binary, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return Table(loaded)
+            names = loaded.files
+            listed = ", ".join(names) or "none"
+            if key is None and len(names) != 1:
+                raise DataError(f"holds {len(names)} arrays ({listed}); choose one with --domain.key")
+            if key is not None and key not in names:
+                raise DataError(f"has no array {key!r}; --domain.key can be: {listed}")
+            return Table(loaded[key or names[0]])
     except DataError:
         raise
     except BROKEN as error:
+        if is_text:
+            raise DataError(f"cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
         if "pickle" in str(error):
             raise DataError(
                 "holds pickled objects or is no NumPy file; pickles can run code and are not opened. "
                 f"Save a plain array: {AS_INTEGERS}"
             ) from None
         raise DataError(f"cannot be read, damaged or cut off ({error}); write it again") from None
-
-
-def _array_name(names: list[str], key: str | None) -> str:
-    listed = ", ".join(names) or "none"
-    if key is None and len(names) != 1:
-        raise DataError(f"holds {len(names)} arrays ({listed}); choose one with --domain.key")
-    if key is not None and key not in names:
-        raise DataError(f"has no array {key!r}; --domain.key can be: {listed}")
-    return names[0] if key is None else key
-
-
-def read_csv(path: Path, holes: Sequence[str] = ()) -> Table:
-    """Numbers of a text file, see `parse`."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return parse(file, holes)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot be read as text ({error}); save it as UTF-8 or as .npy") from None
 
 
 def parse(lines: Iterable[str], holes: Sequence[str] = ()) -> Table:
@@ -113,7 +107,7 @@ def parse(lines: Iterable[str], holes: Sequence[str] = ()) -> Table:
     for number, cells, values in table:
         if None in values:
             column = values.index(None)
-            remedy = NO_TOKEN if holes else NO_NUMBER
+            remedy = "neither a token nor ?" if holes else NO_NUMBER
             raise DataError(f"line {number}, column {column + 1} holds {cells[column]!r}, {remedy}")
         first, width = table[0][0], len(table[0][1])
         if len(cells) != width:
@@ -139,7 +133,8 @@ def _number(cell: str, holes: Sequence[str]) -> float | None:
         return None
 
 
-def _check_values(table: Table) -> None:
+def _check_symbols(table: Table) -> None:
+    """Raise unless the values are rows of symbols 0, 1, ..., max, every one of which occurs."""
     x = table.values
     if x.dtype.kind not in "biuf":
         raise DataError(f"holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}")
@@ -153,10 +148,7 @@ def _check_values(table: Table) -> None:
     table.check(~np.isfinite(x), "not a number; remove such rows or give missing values a symbol of their own")
     table.check(x % 1 != 0, "not a whole number; cut real values into bins first: np.digitize(x, edges)")
     table.check(x < 0, f"but symbols start at 0; {RENUMBER}")
-
-
-def _check_symbols(used: np.ndarray) -> None:
-    """Raise unless the different values `used`, in ascending order, are 0, 1, ..., len(used) - 1."""
+    used = np.unique(x)
     if len(used) > MOST_SYMBOLS:
         remedy = "merge rare values or cut the range into fewer bins"
         raise DataError(f"has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; {remedy}")
@@ -172,17 +164,17 @@ def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
 
     `?`, an empty cell, NaN and -1 mark positions to fill in.
     """
-    path, ending = Path(source), Path(source).suffix.lower()
+    path = Path(source)
     if TYPED.fullmatch(source):
         try:
             return _tokens(parse([source], HOLES), space)
         except DataError as error:
             raise ConfigError([f"given: {source!r}: {error}"]) from None
-    if ending not in (".npy", ".csv"):
+    if path.suffix.lower() not in (".npy", ".csv"):
         raise ConfigError([f"given: {source!r} is neither a .npy or .csv file nor a row such as 12,?"])
     check_file(path, "--given takes a file of rows")
     try:
-        return _tokens(read_numpy(path) if ending == ".npy" else read_csv(path, HOLES), space)
+        return _tokens(read_table(path, holes=HOLES), space)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 

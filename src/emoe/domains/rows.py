@@ -28,12 +28,10 @@ class RowsConfig(DomainConfig, kind="rows"):
     held_out: float = option(0.1, doc="share of rows kept for evaluation (at least one)", above=0, high=0.9)
 
     def conflicts(self) -> Iterator[str]:
-        """A key needs a file with named arrays."""
         if self.key is not None and Path(self.path).suffix.lower() != ".npz":
             yield f"key: only .npz files hold named arrays, but path is {self.path!r}; leave key out"
 
     def build(self, seed: int) -> Rows:
-        """Read and check the file; `seed` splits it."""
         return Rows(self, seed)
 
 

@@ -42,7 +42,6 @@ class TiesConfig(DomainConfig, kind="ties"):
     points: int = option(100_000, doc="training rows", low=2)
 
     def conflicts(self) -> Iterator[str]:
-        """Rows must be made of whole groups."""
         fault = f"length: {self.family} cannot cut {self.length} positions into groups of"
         if self.family in ("pairs", "copies", "blocks") and self.length % 2:
             yield f"{fault} 2; choose an even length"
@@ -53,12 +52,11 @@ class TiesConfig(DomainConfig, kind="ties"):
             yield f"{fault} symbols = {s}; choose at most {s} or a multiple of {s}, or symbols that divide the length"
 
     def build(self, seed: int) -> Ties:
-        """Draw the training rows."""
         return Ties(self, seed)
 
 
 class Ties(Domain):
-    """Rows made of G independent groups of g tied positions; every position is uniform over the S symbols."""
+    """Rows of G independent groups of g tied positions; every position is uniform over the S symbols."""
 
     task: ClassVar[str] = "ties"
 
@@ -71,14 +69,13 @@ class Ties(Domain):
         self.rows = self._draw(config.points, "train")
 
     def _draw(self, n: int, *stream: object) -> Int[Tensor, "n L"]:
-        """n rows from the random stream of that name."""
         state = random_state(derive_seed(self.seed, "ties", self.name, *stream))
         rows = torch.empty(n, self.space.length, dtype=torch.long)
         rows[:, self.groups] = torch.from_numpy(self.tie.draw(n, len(self.groups), state)).long()
         return rows
 
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
-        """`n` further rows of the same law; of a small support they may well repeat training rows."""
+        """Further rows of the same law; those of a small support may well repeat training rows."""
         return self._draw(n, "fresh", seed)
 
     def ideal(self, steps: int) -> float:
@@ -94,17 +91,16 @@ class Ties(Domain):
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """How many ties and rows are right, and whether the symbols are as varied as those of the data.
 
-        ties: 100 * share of ties that hold, the mean over rows of the share in the row.
-        rows_valid: 100 * share of rows in which all do.
-        coverage: mean over positions of 100 * (1 - TV) between the law of the symbol and the uniform one,
-            100 * sum_v min(p_i(v), 1/S): 100/S for a single repeated row, short of 100 by about
-            40 * sqrt((S - 1) / n) for n real ones.
+        ties, rows_valid: 100 * share of ties that hold; 100 * share of rows in which all do.
+        coverage: mean over positions i of 100 * sum_v min(p_i(v), 1/S), 1 - TV between the law of the symbol and the
+            uniform one: 100/S for a single repeated row, short of 100 by about 40 * sqrt((S - 1) / n) for n real ones.
         entropy: mean over positions of the entropy of the symbol in nats, at most log S.
         pair_overlap: against fresh rows; low for samples that repeat few rows, or tie what should be free.
         """
-        kept = self.kept(not_empty(samples))
-        shares, n, (length, size) = kept.double().mean(1), len(samples), (self.space.length, self.space.size)
-        cells, pool = samples.cpu().numpy().astype(np.int64) + size * np.arange(length), samples[:OVERLAP_ROWS]
+        kept, n = self.kept(not_empty(samples)), len(samples)
+        shares, length, size = kept.double().mean(1), self.space.length, self.space.size
+        cells = samples.cpu().numpy().astype(np.int64) + size * np.arange(length)
+        pool = samples[:OVERLAP_ROWS]
 
         def law(rows: Picked) -> Float[np.ndarray, "L V"]:
             return np.bincount(cells[rows].ravel(), minlength=length * size).reshape(length, size) / n
@@ -139,12 +135,10 @@ class Tie:
         self.symbols, self.size, self.last = symbols, size, last
 
     def draw(self, n: int, groups: int, state: np.random.RandomState) -> Contents:
-        """Contents of n rows of G groups, independent of each other."""
         free = state.randint(self.symbols, size=(n, groups, self.size - 1))
         return np.concatenate([free, self.last(free)[..., None]], axis=2)
 
     def holds(self, content: Contents) -> Bool[np.ndarray, "n G"]:
-        """Which groups keep their tie."""
         return np.equal(content[..., -1], self.last(content[..., :-1]))
 
     def agreement(self, known: int, drawn: int) -> float:
@@ -163,17 +157,16 @@ class Tie:
         """
         if steps < 1:
             raise ValueError(f"steps: must be >= 1, got {steps}")
-        ends = [0.0] * self.size + [1.0]
-        for left in range(1, steps + 1):
-            reveal = 1 / left
+        size, ends = self.size, [0.0] * self.size + [1.0]
+        for i in range(1, steps + 1):
+            reveal, stay = 1 / i, 1 - 1 / i
             ends = [
                 sum(
-                    math.comb(free, k) * reveal**k * (1 - reveal) ** (free - k)
-                    * self.agreement(self.size - free, k) * ends[self.size - free + k]
-                    for k in range(free + 1)
+                    math.comb(size - m, k) * reveal**k * stay ** (size - m - k) * self.agreement(m, k) * ends[m + k]
+                    for k in range(size - m + 1)
                 )
-                for free in range(self.size, -1, -1)
-            ]  # fmt: skip
+                for m in range(size + 1)
+            ]
         return ends[0]
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.domains.base import Domain
-from emoe.domains.toy import Toy
-from emoe.domains.toy.densities import overlap_of_law, validity_of_law
+from emoe.domains.toy import Toy, overlap_of_law, validity_of_law
 from emoe.evaluation.likelihood import held_out_rows, likelihoods
 from emoe.exact.laws import exact_laws, kl_data_model
 from emoe.experiment import Experiment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emoe.domains.toy.densities import HELD_OUT
+from emoe.domains.toy import HELD_OUT
 from emoe.experiment import Experiment
 from emoe.reporting.results import Results
 from emoe.reporting.toy import held_out_tables

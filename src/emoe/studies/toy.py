@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from emoe.domains.base import Domain
-from emoe.domains.toy import Toy
-from emoe.domains.toy.densities import ideal_factorised, validity_of_law
+from emoe.domains.toy import Toy, ideal_factorised, validity_of_law
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.panels import histogram_grid

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 FOLDER = Path(__file__).with_name("classifiers")
 SIDES = {"mnist": 32, "digits": 8}
-CLASSES, FEATURES, CHANNELS = 10, 64, (16, 32)
 BATCH = 1_000
 
 
@@ -32,21 +31,17 @@ class Classifier(nn.Module):
 
     def __init__(self, side: int):
         super().__init__()
-        self.side = side
-        self.pooled = side if side <= 8 else side // 2  # after the first convolution
-        first, second = CHANNELS
+        self.side, self.pool = side, 1 if side <= 8 else 2
         # skip_init: the usual initialisation would draw from the global state.
-        self.first = nn.utils.skip_init(nn.Conv2d, 1, first, 3, padding=1)
-        self.second = nn.utils.skip_init(nn.Conv2d, first, second, 3, padding=1)
-        self.hidden = nn.utils.skip_init(nn.Linear, second * (self.pooled // 2) ** 2, FEATURES)
-        self.head = nn.utils.skip_init(nn.Linear, FEATURES, CLASSES)
+        self.first = nn.utils.skip_init(nn.Conv2d, 1, 16, 3, padding=1)
+        self.second = nn.utils.skip_init(nn.Conv2d, 16, 32, 3, padding=1)
+        self.hidden = nn.utils.skip_init(nn.Linear, 32 * (side // self.pool // 2) ** 2, 64)
+        self.head = nn.utils.skip_init(nn.Linear, 64, 10)
         self.register_buffer("scale", torch.ones(()))
 
     def maps(self, images: Float[Tensor, "b 1 s s"]) -> Float[Tensor, "b M"]:
         """Outputs of the convolutions."""
-        hidden = F.relu(self.first(images))
-        if self.pooled < self.side:
-            hidden = F.max_pool2d(hidden, 2)
+        hidden = F.max_pool2d(F.relu(self.first(images)), self.pool)
         return F.max_pool2d(F.relu(self.second(hidden)), 2).flatten(1)
 
     def activations(self, maps: Float[Tensor, "b M"]) -> Float[Tensor, "b 64"]:

@@ -1,6 +1,4 @@
-"""Binary images as rows of pixels: MNIST and scikit-learn's small digits.
-
-A row lists the pixels of an image line by line, 0 for paper and 1 for ink; the mask is 2, so V = 3 and L = side^2.
+"""Binary images: rows of pixels line by line, 0 for paper and 1 for ink; the mask is 2, so V = 3 and L = side^2.
 
 The digits are the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine
 Learning Repository, CC BY 4.0) as scikit-learn ships it: 1,797 images of 8 x 8 values 0..16. `digits.npz` beside this
@@ -16,16 +14,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, random_state
+from emoe.domains.base import Pools, SplitDomain, random_state
 from emoe.domains.images import files
 from emoe.domains.images.classifier import SIDES, load_classifier
-from emoe.domains.images.given import INNER, OUTER, centred, read_image, read_region
+from emoe.domains.images.given import HALF, INNER, OUTER, ImagesConfig, centred
 from emoe.domains.images.metrics import measure_images
-from emoe.domains.reading import TYPED
 from emoe.figures import panels
 from emoe.figures.panels import as_images, side_of
 from emoe.rng import derive_seed
@@ -34,18 +31,14 @@ from emoe.types import Measurement, TokenSpace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK = 128  # value / 255 > 0.5
-TRAIN_ROWS = 60_000  # of MNIST
 DIGITS = Path(__file__).with_name("digits.npz")
-DIGITS_TESTED = 30  # images of each class in the test split
-MOST = 8  # lines, and completions in a line, of a figure of completions
 
 Pixels = UInt8[Tensor, "_N L"]
 Classes = Int[Tensor, " _N"]
 
 
 class Images(SplitDomain):
-    """Binary images with a fixed test split; rows are kept as uint8, batches and fresh rows are int64.
+    """Binary images with a fixed test split, kept as uint8.
 
     Features and classes are measured where a classifier of the task is in the package, and pixels always.
     """
@@ -62,7 +55,7 @@ class Images(SplitDomain):
         self.space = TokenSpace(size=3, mask_id=2, length=rows.shape[1])
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        """Comparison of the samples with the test split, see `emoe.domains.images.metrics`."""
+        """See `emoe.domains.images.metrics`."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         classifier = load_classifier(self.task, device) if self.task in SIDES else None
         return measure_images(samples, self.test_rows, self.rows, seed, classifier=classifier, labels=self.test_labels)
@@ -89,51 +82,27 @@ class Digits(Images):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesConfig(DomainConfig):
-    """Square images, which are completed from PNG files."""
-
-    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
-        """One image of a .png file, of the model's size or, for a model of 32 x 32, of 28 x 28; or rows of pixels."""
-        if Path(source).suffix.lower() in (".npy", ".csv") or TYPED.fullmatch(source):
-            return super().read_given(source, space, ink=ink)
-        bits = read_image(Path(source), side_of(space.length), ink=ink)
-        return torch.from_numpy(bits.reshape(1, -1)).long()
-
-    def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
-        """Halves, the centre, the border, none, a .png mask (white stays), or positions, line by line."""
-        return read_region(text, side_of(space.length))
-
-    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
-        """One line for each image, the first 8: as it was read, what was kept (the rest is grey), 8 completions."""
-        shown = torch.cat([rows[:MOST, None], given[:MOST, None], samples[:MOST, :MOST]], 1)
-        images = as_images(shown.flatten(0, 1)).reshape(*shown.shape[:2], *(side_of(space.length),) * 2)
-        return panels.image_lines(images, {"given": 0, "kept": 1, "completions": 1 + (images.shape[1] - 1) / 2})
-
-
-@dataclass(frozen=True, kw_only=True)
 class MNISTConfig(ImagesConfig, kind="mnist"):
     """MNIST from its four original files, ink where value / 255 > 0.5; the seed plays no role."""
 
     root: str | None = option(None, doc="folder with the data; none = EMOE_DATA, then ./data", neutral=True)
     side: int = option(OUTER, doc="pixels along an edge: 28, or 32 with an empty margin of 2", low=INNER, high=OUTER)
-    points: int | None = option(None, doc="only the first so many training rows; none = all", low=2, high=TRAIN_ROWS)
+    points: int | None = option(None, doc="only the first so many training rows; none = all", low=2, high=60_000)
 
     def conflicts(self) -> Iterator[str]:
-        """A side in between."""
         if self.side not in (INNER, OUTER):
             yield f"side: must be {INNER} or {OUTER}, got {self.side}"
 
     def build(self, seed: int) -> MNIST:
-        """Read and check the files."""
         paths = files.find(files.data_root(self.root))
-        rows, labels, test_rows, test_labels = (files.read_idx(paths[name]) for name in files.ORIGINAL)
-        pixels, test_pixels = (
-            torch.from_numpy(centred((greys >= INK).astype(np.uint8), self.side)).flatten(1)
-            for greys in (rows[: self.points], test_rows)
+        greys, labels, test_greys, test_labels = (files.read_idx(paths[name]) for name in files.ORIGINAL)
+        rows, test_rows = (
+            torch.from_numpy(centred((values >= HALF).astype(np.uint8), self.side)).flatten(1)
+            for values in (greys[: self.points], test_greys)
         )
         classes, test_classes = (torch.from_numpy(x.astype(np.int64)) for x in (labels[: self.points], test_labels))
         name = "mnist" if self.side == OUTER else f"mnist-{self.side}"
-        return MNIST(name, pixels, test_pixels, classes, test_classes)
+        return MNIST(name, rows, test_rows, classes, test_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +110,10 @@ class DigitsConfig(ImagesConfig, kind="digits"):
     """Small digits of 8 x 8 pixels that come with the package; the seed plays no role."""
 
     def build(self, seed: int) -> Digits:
-        """Unpack and split."""
         with np.load(DIGITS, allow_pickle=False) as archive:
             rows = torch.from_numpy(np.unpackbits(archive["bits"], axis=1))
             labels = torch.from_numpy(archive["labels"].astype(np.int64))
         state, tested = random_state(derive_seed("digits", "split")), torch.zeros(len(labels), dtype=torch.bool)
         for digit in range(10):
-            tested[state.permutation(np.flatnonzero(labels == digit))[:DIGITS_TESTED]] = True
+            tested[state.permutation(np.flatnonzero(labels == digit))[:30]] = True
         return Digits("digits", rows[~tested], rows[tested], labels[~tested], labels[tested])

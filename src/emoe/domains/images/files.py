@@ -1,7 +1,4 @@
-"""Files of MNIST: their folders, checksums, format and download.
-
-Every fault is a `DataError` that names the file, the problem and the remedy.
-"""
+"""Files of MNIST: their folders, checksums, format and download."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import os
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -26,38 +22,19 @@ TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
 AGAIN = "delete it and download it again: emoe data mnist"
 
-
-class Known(NamedTuple):
-    """Sizes and checksums of a published file, as a .gz file and unpacked."""
-
-    size: int
-    sha256: str
-    raw_size: int
-    raw_sha256: str
-
-
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")  # images, labels
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 ORIGINAL = (*TRAIN, *TEST)
-
-KNOWN: dict[str, Known] = {  # LeCun, Cortes and Burges's own files, without .gz
-    TRAIN[0]: Known(
-        9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-        47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    ),
-    TRAIN[1]: Known(
-        28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-        60_008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    ),
-    TEST[0]: Known(
-        1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-        7_840_016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    ),
-    TEST[1]: Known(
-        4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
-}  # fmt: skip
+KNOWN = {  # sizes and SHA-256 of LeCun, Cortes and Burges's own files, packed and unpacked
+    "train-images-idx3-ubyte.gz": (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+    "train-images-idx3-ubyte": (47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    "train-labels-idx1-ubyte.gz": (28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+    "train-labels-idx1-ubyte": (60_008, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    "t10k-images-idx3-ubyte.gz": (1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+    "t10k-images-idx3-ubyte": (7_840_016, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    "t10k-labels-idx1-ubyte.gz": (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+    "t10k-labels-idx1-ubyte": (10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+}
 
 
 def data_root(explicit: str | None = None) -> Path | None:
@@ -86,8 +63,7 @@ def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
 
 def read_published(path: Path) -> bytes:
     """The content of a published file, unpacked, once its size and checksum are the known ones."""
-    known, zipped = KNOWN[path.name.removesuffix(".gz")], path.suffix == ".gz"
-    size, sha256 = known[:2] if zipped else known[2:]
+    size, sha256 = KNOWN[path.name]
     try:
         length = path.stat().st_size
         if length != size:
@@ -99,7 +75,7 @@ def read_published(path: Path) -> bytes:
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:
         raise DataError(f"{path}: sha256 is {digest}, but that of the published file is {sha256}; {AGAIN}")
-    return gzip.decompress(content) if zipped else content
+    return gzip.decompress(content) if path.suffix == ".gz" else content
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
@@ -117,14 +93,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 def is_complete(root: Path) -> bool:
     """Whether all four original files lie below the data root and are the published ones."""
     try:
-        return all(_is_whole(path) for path in find(root).values())
-    except DataError:
-        return False
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return bool(read_published(path))
+        return all(read_published(path) for path in find(root).values())
     except DataError:
         return False
 
@@ -132,31 +101,31 @@ def _is_whole(path: Path) -> bool:
 Progress = Callable[[str, int, int], None]  # called with a file's name, the bytes fetched so far and their final number
 
 
-def download_mnist(root: Path, *, on_progress: Progress = lambda *_: None) -> list[Path]:
-    """Download the four original files into `root`/mnist; files that are whole stay. Returns their paths."""
-    folder = Path(root) / "mnist"
+def download_mnist(root: Path, *, on_progress: Progress = lambda *_: None) -> None:
+    """Download the four original files into `root`/mnist; files that are whole stay."""
+    folder = root / "mnist"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder}: cannot be made ({error}); choose another --data-root") from None
-    paths = [folder / f"{name}.gz" for name in ORIGINAL]
-    for path in paths:
-        if not _is_whole(path):
+    for path in (folder / f"{name}.gz" for name in ORIGINAL):
+        try:
+            read_published(path)
+        except DataError:
             _download(path, on_progress)
-    return paths
 
 
 def _download(path: Path, on_progress: Progress) -> None:
-    url, known, data = MIRROR + path.name, KNOWN[path.stem], bytearray()
+    url, data, (size, sha256) = MIRROR + path.name, bytearray(), KNOWN[path.name]
     remedy = f"try again later, or put {', '.join(f'{name}.gz' for name in ORIGINAL)} into {path.parent} by hand"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as source:
             # One block past the known size is enough to see that the content is another.
-            while len(data) <= known.size and (block := source.read(BLOCK)):
+            while len(data) <= size and (block := source.read(BLOCK)):
                 data += block
-                on_progress(path.name, len(data), known.size)
-        if hashlib.sha256(data).hexdigest() != known.sha256:
-            what = "another sha256" if len(data) == known.size else f"{len(data):,} bytes in place of {known.size:,}"
+                on_progress(path.name, len(data), size)
+        if hashlib.sha256(data).hexdigest() != sha256:
+            what = "another sha256" if len(data) == size else f"{len(data):,} bytes in place of {size:,}"
             raise DataError(f"{url}: the download is not the published file ({what}); {remedy}")
         replace_file(path, bytes(data))
     except (OSError, http.client.HTTPException) as error:

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from emoe.config import ConfigError, hint
 from emoe.domains import DataError, check_file
-from emoe.domains.base import Ink
-from emoe.domains.reading import read_positions
+from emoe.domains.base import Completions, DomainConfig, Given, Ink
+from emoe.domains.reading import TYPED
+from emoe.figures import panels
+from emoe.figures.panels import as_images, side_of
+from emoe.types import TokenSpace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INNER, OUTER = 28, 32  # side of MNIST's images, and with two empty pixels all around
-HALF = 128  # a grey value from which on a pixel is light
+HALF = 128  # the lowest of the 256 grey values that is light: value / 255 > 0.5
+MOST = 8  # lines, and completions in a line, of a figure of completions
 
 Greys = Float[np.ndarray, "S S"]
 
 
-def read_image(path: Path, side: int, *, ink: Ink = "auto") -> UInt8[np.ndarray, "S S"]:
-    """A PNG file as pixels 0 (paper) and 1 (ink), cut at half of the grey values as the data are.
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig(DomainConfig):
+    """Square images, which are completed from PNG files."""
 
-    Transparent pixels are paper. Images of MNIST get their margin. `ink` auto takes the border's shade for paper, or,
-    where the border is transparent, the shade that most of the rest does not have.
-    """
-    grey, alpha = _pixels(path, side)
-    if ink == "auto":
-        ink = "dark" if _is_dark_on_light(grey, alpha) else "light"
-    shade = 255 - grey if ink == "dark" else grey
-    return centred((shade * alpha / 255 >= HALF).astype(np.uint8), side)
+    def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
+        """Rows of pixels, or an image of a .png file: of the model's size, or of 28 x 28 for a model of 32 x 32.
+
+        Transparent pixels are paper. `ink` auto takes the border's shade for paper, or, where the border is
+        transparent, the shade that most of the rest does not have.
+        """
+        if Path(source).suffix.lower() in (".npy", ".csv") or TYPED.fullmatch(source):
+            return super().read_given(source, space, ink=ink)
+        side = side_of(space.length)
+        grey, alpha = _pixels(Path(source), side)
+        shade = 255 - grey if ink == "dark" or (ink == "auto" and _is_dark_on_light(grey, alpha)) else grey
+        return torch.from_numpy(centred(shade * alpha / 255 >= HALF, side)).long().reshape(1, -1)
+
+    def read_keep(self, text: str, space: TokenSpace) -> Bool[Tensor, " L"]:
+        """Pixels that stay: a name of `named_regions`, none, positions, or the white of a PNG mask and its margin."""
+        side = side_of(space.length)
+        if text.lower().endswith(".png"):
+            grey, alpha = _pixels(Path(text), side)
+            return torch.from_numpy(centred(grey * alpha / 255 >= HALF, side, True)).flatten()
+        regions = named_regions(side)
+        if text in regions:
+            return regions[text].flatten()
+        if text and not text[0].isdigit() and text not in ("none", "all"):
+            known = hint(text, [*regions, "none"])
+            raise ConfigError([f"keep: {text!r} is not known{known} (or a .png mask, or positions such as 0-9,20)"])
+        return super().read_keep(text, space)
+
+    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
+        """One line for each image, the first 8: as it was read, what was kept (the rest is grey), 8 completions."""
+        shown = torch.cat([rows[:MOST, None], given[:MOST, None], samples[:MOST, :MOST]], 1)
+        images = as_images(shown.flatten(0, 1)).reshape(*shown.shape[:2], *(side_of(space.length),) * 2)
+        return panels.image_lines(images, {"given": 0, "kept": 1, "completions": 1 + (images.shape[1] - 1) / 2})
 
 
 def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
@@ -59,8 +93,7 @@ def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
 
 
 def _is_dark_on_light(grey: Greys, alpha: Greys) -> bool:
-    border = np.ones(grey.shape, bool)
-    border[1:-1, 1:-1] = False
+    border = np.pad(np.zeros_like(grey[1:-1, 1:-1], bool), 1, constant_values=True)
     solid = alpha >= HALF
     if (visible := border & solid).sum() * 2 >= border.sum():
         return bool(np.median(grey[visible]) >= HALF)
@@ -71,23 +104,6 @@ def centred(images: np.ndarray, side: int, margin: int = 0) -> np.ndarray:
     """Images (the last two axes) in the middle of larger ones."""
     width = (side - images.shape[-1]) // 2
     return np.pad(images, [(0, 0)] * (images.ndim - 2) + [(width, width)] * 2, constant_values=margin)
-
-
-def read_region(text: str, side: int) -> Bool[Tensor, " L"]:
-    """Pixels that stay: a name of `named_regions`, none, a PNG mask, or positions, line by line.
-
-    White pixels of a mask stay, black and transparent ones are wanted; a margin around a smaller mask stays.
-    """
-    if text.lower().endswith(".png"):
-        grey, alpha = _pixels(Path(text), side)
-        return torch.from_numpy(centred(grey * alpha / 255 >= HALF, side, True)).flatten()
-    regions = named_regions(side)
-    if text in regions:
-        return regions[text].flatten()
-    if text and not text[0].isdigit() and text not in ("none", "all"):
-        known = hint(text, [*regions, "none"])
-        raise ConfigError([f"keep: {text!r} is not known{known} (or a .png mask, or positions such as 0-9,20)"])
-    return read_positions(text, side * side)
 
 
 def named_regions(side: int) -> dict[str, Bool[Tensor, "S S"]]:

@@ -1,24 +1,20 @@
 """Measures of generated digits against held-out real ones; `docs/images.md` says how to read them together.
 
-Let f(x) be the 64 features of the classifier of real digits, p(c | x) its probabilities, and B(y) the closed ball
-around f(y) up to its 5th nearest neighbour f(y') of y's own side. Real rows are those of the test split, which neither
-the model nor the classifier has seen. In brackets: the better direction.
+f(x) are the 64 features of the classifier of real digits, p(c | x) its probabilities. The ball B(y) around f(y) reaches
+up to its 5th nearest neighbour on y's own side. Real rows are those of the test split. (+) more is better, (-) less is.
 
-- `frechet` (down): |mu - nu|^2 + tr(C + D - 2 (C^1/2 D C^1/2)^1/2) for the means mu, nu and covariances C, D of the
-  features of samples and of real rows. Finite sets lie above 0 even if their laws are equal, the more the smaller.
+- `frechet` (-): Frechet distance of the features. It is above 0 for equal laws too, the more the smaller the sets are.
 - `frechet_real`: the same between two random halves of the real rows, the mean of ten splits.
-- `precision` (up): share of samples that lie in the ball B(y) of some real y.
-- `recall` (up): share of real rows that lie in the ball of some sample.
-- `density` (up, 100 for equal laws, can exceed it): number of real balls a sample lies in, over 5.
-- `coverage` (up, about 97 for equal laws): share of real balls B(y) that hold a sample.
-- `confidence` (up to that of real rows, not further): mean of max_c p(c | x).
-- `class_entropy` (up to that of real rows): entropy in nats of the mean of p(c | x).
-- `class_tv` (down): 1/2 * sum_c |share of samples - share of real rows| whose likeliest class is c.
+- `precision` (+): share of samples in the ball of some real row. `recall` (+): share of real rows in that of a sample.
+- `density` (+): real balls that a sample lies in, over 5; 100 for equal laws.
+- `coverage` (+): share of real balls that hold a sample, about 97 for equal laws.
+- `confidence` (+ up to that of real rows): mean of max_c p(c | x).
+- `class_entropy` (+ up to that of real rows): entropy in nats of the mean of p(c | x).
+- `class_tv` (-): 1/2 * sum_c |share of samples - share of real rows| whose likeliest class is c.
 - `judge_accuracy`: share of labelled test rows that the classifier gets right.
-- `ink`: mean share of ink; compare with real rows.
-- `distinct` (up): share of different rows among the samples.
+- `ink` (as that of real rows): mean share of ink. `distinct` (+): share of different rows among the samples.
 - `copied` (not above that of real rows): share of samples that equal a training row in every pixel.
-- `pixel_tv` (down): mean over pixels of |share of ink in samples - in real rows|.
+- `pixel_tv` (-): mean over pixels of |share of ink in samples - in real rows|.
 
 All but the Frechet distances and the entropy are percentages. Precision and recall are of Kynkaanniemi et al. (2019),
 density and coverage of Naeem et al. (2020). Those four depend on the sizes of both sides, so both get equally many
@@ -33,7 +29,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -58,20 +54,7 @@ def measure_images(
     samples: Integer[Tensor, "n _L"], real: Real, trained: Integer[Tensor, "N L"], seed: int, *,
     classifier: Classifier | None = None, labels: Int[Tensor, " m"] | None = None,
 ) -> list[Measurement]:  # fmt: skip
-    """All measures of samples against the rows of the test split; those of features need a classifier.
-
-    `seed` picks the rows that are compared where there are too many, and the folds behind standard errors.
-    """
-    _check(samples, real)
-    samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
-    some = real.cpu()[permutation(len(real), seed, "images", "real")[:REAL_ROWS]]
-    measured = [] if classifier is None else of_features(classifier, samples, some, seed)
-    if classifier is not None and labels is not None:
-        measured.append(proportion("judge_accuracy", classifier.hits(real, labels)))
-    return measured + of_pixels(samples, some, trained)
-
-
-def _check(samples: Integer[Tensor, "n _L"], real: Real) -> None:
+    """All measures, those of features with a classifier; `seed` picks the rows that are compared, and the folds."""
     if len(samples) < 2:
         raise ValueError(f"{len(samples)} samples cannot be measured; draw at least 2")
     if samples.shape[1] != real.shape[1]:
@@ -82,6 +65,12 @@ def _check(samples: Integer[Tensor, "n _L"], real: Real) -> None:
         raise ValueError("pixels must be 0 or 1")
     if len(real) < 2:
         raise ValueError(f"{len(real)} test rows are too few to compare with")
+    samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
+    some = real.cpu()[permutation(len(real), seed, "images", "real")[:REAL_ROWS]]
+    measured = [] if classifier is None else of_features(classifier, samples, some, seed)
+    if classifier is not None and labels is not None:
+        measured.append(proportion("judge_accuracy", classifier.hits(real, labels)))
+    return measured + of_pixels(samples, some, trained)
 
 
 def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) -> list[Measurement]:
@@ -99,8 +88,8 @@ def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) ->
         *_frechet_real(real_features, seed),
         *neighbour_measures(features[:size].to(device), real_features[:size].to(device)),
         mean("confidence", 100 * confidence.values),
-        _by_folds("class_entropy", entropies, len(samples)),
-        _by_folds("class_tv", distances, len(samples)),
+        jackknife("class_entropy", entropies, len(samples)),
+        jackknife("class_tv", distances, len(samples)),
     ]
 
 
@@ -113,7 +102,7 @@ def of_pixels(samples: Rows, real: Real, trained: Integer[Tensor, "N L"]) -> lis
         mean("ink", 100 * samples.sum(1).double() / samples.shape[1]),
         Measurement("distinct", 100 * len(set(packed)) / n, None, n),
         proportion("copied", torch.tensor([row in known for row in packed])),
-        _by_folds("pixel_tv", distances, n),
+        jackknife("pixel_tv", distances, n),
     ]
 
 
@@ -122,18 +111,15 @@ def _packed(rows: Rows) -> list[bytes]:
 
 
 def _folds(n: int) -> int:
-    """Folds of n rows, of two rows at least; row i is in fold i mod that number. None for fewer than two folds."""
+    """Number of folds of n rows, of two rows at least, or 0; row i is in fold i mod that number."""
     return min(FOLDS, n // 2) if n >= 4 else 0
 
 
-def _by_folds(metric: str, values: Sequence[float], n: int) -> Measurement:
-    """The value of all rows with the error by those without each fold."""
-    return Measurement(metric, values[0], jackknife(values[1:]), n)
-
-
-def jackknife(values: Sequence[float]) -> float | None:
-    """Standard error from the values without each of F folds: sqrt((F - 1) / F * sum of (value - mean)^2)."""
-    return math.sqrt((len(values) - 1) * float(np.var(values))) if len(values) > 1 else None
+def jackknife(metric: str, values: Sequence[float], n: int) -> Measurement:
+    """The value of all rows; those without each of F folds give its error sqrt((F - 1) / F * sum (value - mean)^2)."""
+    without = values[1:]
+    stderr = math.sqrt((len(without) - 1) * float(np.var(without))) if without else None
+    return Measurement(metric, values[0], stderr, n)
 
 
 def fold_means(rows: Tensor) -> Iterator[Float[Tensor, " d"]]:
@@ -163,7 +149,7 @@ def frechet_distance(first: Points, second: Others) -> float:
 def _frechet(features: Points, real: Others) -> Measurement:
     folds, rows = _folds(len(features)), torch.arange(len(features))
     without = [frechet_distance(features[rows % folds != fold], real) for fold in range(folds)]
-    return _by_folds("frechet", [frechet_distance(features, real), *without], len(features))
+    return jackknife("frechet", [frechet_distance(features, real), *without], len(features))
 
 
 def _frechet_real(real: Others, seed: int) -> list[Measurement]:
@@ -187,37 +173,26 @@ def radii(points: Points) -> Float[Tensor, " n"]:
     return torch.cat([_distances(part, points).kthvalue(rank, dim=1).values for part in points.split(CHUNK)])
 
 
-def neighbours(
-    samples: Points, real: Others, folds: int
-) -> tuple[Int[Tensor, " n"], Bool[Tensor, " m"], Int[Tensor, "m folds"]]:
-    """Membership of samples and real rows in each other's balls, found on their device.
-
-    Returns:
-        The number of real balls that each sample lies in; which real rows lie in the ball of some sample; how many
-        samples of each fold lie in each real ball, where sample i is in fold i mod `folds`.
-    """
-    samples, real = samples.double(), real.double()
-    sample_radii, member = radii(samples), one_hot(torch.arange(len(samples), device=real.device) % folds, folds)
-    balls = torch.zeros(len(samples), dtype=torch.long, device=real.device)
-    reached, hits = [], []
+def neighbour_measures(samples: Points, real: Others) -> list[Measurement]:
+    """Precision, recall, density and coverage of points in a feature space, with k = 5, found on their device."""
+    samples, real, folds = samples.double(), real.double(), _folds(len(samples))
+    fold = torch.arange(len(samples), device=samples.device) % max(1, folds)
+    member, sample_radii = one_hot(fold).float(), radii(samples)
+    balls = torch.zeros(len(samples), dtype=torch.long, device=samples.device)  # real ones that each sample lies in
+    reached = []  # is each real row in the ball of some sample?
+    hits = []  # samples of each fold in the ball of each real row; counts far below 2^24 are exact in float32
     for part, radius in zip(real.split(CHUNK), radii(real).split(CHUNK), strict=True):
         distances = _distances(part, samples)
         inside = distances <= radius[:, None]
         balls += inside.sum(0)
         reached.append((distances <= sample_radii).any(1))
-        hits.append((inside.float() @ member.float()).long())  # counts far below 2^24 are exact
-    return balls.cpu(), torch.cat(reached).cpu(), torch.cat(hits).cpu()
-
-
-def neighbour_measures(samples: Points, real: Others) -> list[Measurement]:
-    """Precision, recall, density and coverage of points in a feature space, with k = 5."""
-    folds = _folds(len(samples))
-    balls, reached, hits = neighbours(samples, real, max(1, folds))
-    total = hits.sum(1)
-    covered = [100 * (total > part).double().mean().item() for part in (0 * total, *hits.T[:folds])]
+        hits.append(inside.float() @ member)
+    balls, counts = balls.cpu(), torch.cat(hits).cpu()
+    total = counts.sum(1)
+    covered = [100 * (total > part).double().mean().item() for part in (0 * total, *counts.T[:folds])]
     return [
         proportion("precision", balls > 0),
-        proportion("recall", reached),
+        proportion("recall", torch.cat(reached).cpu()),
         mean("density", 100 * balls.double() / min(NEIGHBOURS, len(real) - 1)),
-        _by_folds("coverage", covered, len(samples)),
+        jackknife("coverage", covered, len(samples)),
     ]

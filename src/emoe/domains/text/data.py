@@ -17,7 +17,7 @@ from torch import Tensor
 
 from emoe.config import option
 from emoe.domains import DataError
-from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, completion_pools
+from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import KnownRows, measure_rows
 from emoe.domains.text.parts import TOKEN
@@ -45,7 +45,6 @@ class TextConfig(DomainConfig, kind="text"):
     verify: bool = option(True, doc="compare the files with their checksums when they are opened")
 
     def build(self, seed: int) -> Text:
-        """Open and check the set."""
         return Text(self)
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
@@ -57,14 +56,8 @@ class TextConfig(DomainConfig, kind="text"):
         return read_texts(source, vocabulary, space, wrap=manifest.get("packing") == "wrap")
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
-        """Rows as text, special tokens by their names."""
         vocabulary = vocabulary_of(Path(self.path), read_manifest(Path(self.path)))
         return [vocabulary.decode(row) for row in rows.tolist()]
-
-    def completion_figure(self, rows: Given, given: Given, samples: Completions, space: TokenSpace) -> Figure:
-        """The texts as they were given, the words that were kept, and completions, side by side."""
-        pools = completion_pools(rows, given, samples).items()
-        return panels.texts({name: self.write(pool[: panels.MOST_TEXTS]) for name, pool in pools})
 
 
 class Text(SplitDomain):
@@ -107,20 +100,14 @@ class Text(SplitDomain):
         return [self.vocabulary.decode(row) for row in rows.tolist()]
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        """How varied the samples are, in themselves and as a pool, and how many copy a training row.
-
-        See `emoe.domains.text.metrics`. Compare with `measure` of as many held-out rows: none has a best value. A
-        language model measures whether text is good, see `emoe.evaluation.gen_ppl`.
-        """
+        """See `emoe.domains.text.metrics`. Whether text is good is measured by `emoe.evaluation.gen_ppl`."""
         return measure_rows(samples, self._trained)
 
     @functools.cached_property
     def _trained(self) -> KnownRows:
-        """The training rows, all of them read once to be looked up in."""
         return KnownRows(self.rows)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:
-        """The first samples of each pool as text; the beginning of each."""
         return panels.texts({name: self.decode(rows[: panels.MOST_TEXTS]) for name, rows in pools.items()}, title=title)
 
 

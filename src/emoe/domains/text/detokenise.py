@@ -14,6 +14,7 @@ from typing import Literal
 Style = Literal["lm1b", "wikitext", "none"]
 Detokenise = Literal["auto", "lm1b", "wikitext", "none"]  # auto: by the name of the file
 
+SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")  # of the One Billion Word benchmark
 _ADDRESSES = tuple((f"{scheme} : / / ", f"{scheme}://") for scheme in ("http", "https"))
 # Replacements for a sign between two spaces.
 _CLOSE_UP = (*((f" {sign} ", f"{sign} ") for sign in ",:;"), (" / ", "/"))
@@ -56,6 +57,6 @@ RULES: dict[Style, Callable[[str], str]] = {"lm1b": lm1b, "wikitext": wikitext, 
 def style_of(name: str) -> Style:
     """The style by the name of a file: shards of the One Billion Word benchmark and WikiText's `.tokens` are known."""
     base = name.replace("\\", "/").rpartition("/")[2].lower()
-    if re.match(r"news\.en(\.heldout)?-\d+-of-\d+", base):
+    if SHARD.match(base):
         return "lm1b"
     return "wikitext" if re.match(r"wiki\.(train|valid|test)\.(tokens|raw)", base) else "none"

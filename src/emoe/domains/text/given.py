@@ -28,26 +28,21 @@ encoder = functools.lru_cache(maxsize=2)(Encoder)
 def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: bool) -> Int[Tensor, "m L"]:
     """Rows with the mask where a token is wanted, of a text or of each line in a .txt file that is not empty.
 
-    With `wrap` they begin with [CLS], as those of a wrapped set: its models have never seen another beginning.
+    With `wrap` they begin with [CLS], as those of a wrapped set do.
     """
-    if source.lower().endswith(".txt"):
-        return torch.tensor(_read_file(Path(source), vocabulary, space, wrap))
     encoder(vocabulary)  # a tokenizer that cannot be used is no fault of the text
-    try:
-        return torch.tensor([_read_text(source, vocabulary, space, wrap)])
-    except DataError as error:
-        shown = source if len(source) <= 40 else f"{source[:37]}..."
-        raise ConfigError([f"given: {shown!r}: {error}"]) from None
-
-
-def _read_file(path: Path, vocabulary: Vocabulary, space: TokenSpace, wrap: bool) -> list[list[int]]:
+    if not source.lower().endswith(".txt"):
+        try:
+            return torch.tensor([_read_text(source, vocabulary, space, wrap)])
+        except DataError as error:
+            shown = source if len(source) <= 40 else f"{source[:37]}..."
+            raise ConfigError([f"given: {shown!r}: {error}"]) from None
+    path, rows = Path(source), []
     check_file(path, "--given takes a text, or a .txt file with one text in a line")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8") from None
-    encoder(vocabulary)
-    rows = []
     for number, line in enumerate(lines, 1):
         try:
             rows += [_read_text(line, vocabulary, space, wrap)] if line.strip() else []
@@ -56,7 +51,7 @@ def _read_file(path: Path, vocabulary: Vocabulary, space: TokenSpace, wrap: bool
     if not rows:
         marks = "[MASK], {N} or ___"
         raise DataError(f"{path}: holds no text; write one in a line, with {marks} where tokens are wanted")
-    return rows
+    return torch.tensor(rows)
 
 
 def _read_text(text: str, vocabulary: Vocabulary, space: TokenSpace, wrap: bool) -> list[int]:

@@ -1,22 +1,18 @@
 """Measures of rows of tokens without a language model. They say how varied text is, not whether it is good.
 
-Of each row, as a mean over the rows with its standard error:
+Means over rows, with their standard errors:
 
 - `entropy`: -sum_v (c_v / L) log(c_v / L) in nats, with the count c_v of token v in the row (Eq. 42); at most log L.
 - `distinct_1`, `distinct_2`, `distinct_3`: different runs of n tokens in the row, in percent of its L - n + 1 runs.
 - `repetition`: runs of four tokens that the row had before, in percent of all of them: 100 - distinct_4.
+- `copied`: rows that equal a training row in every token, in percent.
 
 Of the pool as a whole, without standard errors, since they fall as the pool grows (compare pools of one size):
 
 - `pool_distinct_1`, `pool_distinct_2`, `pool_distinct_3`: different runs of n tokens in all rows, in percent of all.
 - `duplicates`: rows that equal an earlier one, in percent.
 
-Against the training rows:
-
-- `copied`: rows that equal a training row in every token, in percent.
-
-None has a best value. Compare with held-out rows: a pool with fewer repetitions than real text is as wrong as one with
-more. Random tokens raise `entropy` and `distinct`; any small change hides a copy from `duplicates`.
+None has a best value: a pool with fewer repetitions than held-out rows is as wrong as one with more.
 """
 
 from __future__ import annotations
@@ -97,7 +93,6 @@ class KnownRows:
 
     def holds(self, rows: Int[Tensor, "n L"]) -> Bool[Tensor, " n"]:
         """Which of these rows are known."""
-        rows = rows.cpu()
         keys = self._keys(rows)
         first, last = (np.searchsorted(self._sorted, keys, side) for side in ("left", "right"))
         known = [

@@ -1,13 +1,14 @@
 """Slices of text as parts: files of tokens that worker processes write and a stopped run uses again.
 
-A part is a file with a SHA-256, a line with the counts of each split as JSON, and the tokens of one split after the
-other. Its name is a hash of everything that decides the tokens, the text itself included. Nothing here imports torch.
+A part has a SHA-256, a line with the counts of each split as JSON, and the tokens of one split after the other. Its
+name is a hash of everything that decides the tokens, the text itself included. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from emoe.domains import DataError
 from emoe.domains.text.detokenise import RULES
 from emoe.domains.text.reading import SPLITS, Slice, Split
-from emoe.domains.text.tokens import Encoder, Vocabulary, read_vocabulary
+from emoe.domains.text.tokens import NEEDED, Encoder, Vocabulary, read_vocabulary
 from emoe.files import replace_file
 
 BATCH = 512  # lines that the tokenizer gets at a time
@@ -61,17 +62,28 @@ def _tools(settings: Settings) -> tuple[Vocabulary, Encoder]:
 
 
 def write_part(part: Slice, path: Path, settings: Settings) -> None:
-    """Encode a slice and write its part; an `OSError` leaves nothing of it."""
+    """Encode a slice, each line followed by [CLS], and write its part; an `OSError` leaves nothing of it."""
+    vocabulary, encoder = _tools(settings)
+    tokens, documents = {split: array("H") for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+    lines: list[tuple[Split, str]] = []
+    for document in _documents(_decode(part, settings.errors), part.lone):
+        split = _choose(document, part.split, settings)
+        documents[split] += 1
+        lines += [(split, RULES[part.style](line)) for line in document]
+    for start in range(0, len(lines), BATCH):
+        batch = lines[start : start + BATCH]
+        for (split, _), ids in zip(batch, encoder([line for _, line in batch]), strict=True):
+            if ids:
+                tokens[split].extend([*ids, vocabulary.special["cls"]])
     counts, content = [], b""
-    special, (tokens, documents) = _tools(settings)[0].special, _encode(part, settings)
     for split in SPLITS:
-        ids = np.array(tokens[split], TOKEN)
-        if (ids == special["mask"]).any():
+        stored = np.array(tokens[split], TOKEN)
+        found = {word: int(np.count_nonzero(stored == vocabulary.special[word])) for word in NEEDED}
+        if found["mask"]:
             remedy = "use one that does not, such as vocab.txt"
             raise DataError(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
-        lines, unknown = (int(np.count_nonzero(ids == special[word])) for word in ("cls", "unk"))
-        counts.append((len(ids), lines, documents[split], unknown))
-        content += ids.tobytes()
+        counts.append(Counts(len(stored), found["cls"], documents[split], found["unk"]))
+        content += stored.tobytes()
     content = json.dumps(counts).encode() + b"\n" + content
     replace_file(path, hashlib.sha256(content).digest() + content)
 
@@ -88,23 +100,6 @@ def read_part(path: Path) -> dict[Split, tuple[Counts, NDArray[np.uint16]]] | No
     counts = [Counts(*numbers) for numbers in json.loads(head)]
     tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum([one.tokens for one in counts])[:-1])
     return dict(zip(SPLITS, zip(counts, tokens, strict=True), strict=True))
-
-
-def _encode(part: Slice, settings: Settings) -> tuple[dict[Split, array[int]], dict[Split, int]]:
-    """Tokens of each split, each line followed by [CLS], and the number of documents."""
-    vocabulary, encoder = _tools(settings)
-    tokens, documents = {split: array("H") for split in SPLITS}, dict.fromkeys(SPLITS, 0)
-    lines: list[tuple[Split, str]] = []
-    for document in _documents(_decode(part, settings.errors), part.lone):
-        split = _choose(document, part.split, settings)
-        documents[split] += 1
-        lines += [(split, RULES[part.style](line)) for line in document]
-    for start in range(0, len(lines), BATCH):
-        batch = lines[start : start + BATCH]
-        for (split, _), ids in zip(batch, encoder([line for _, line in batch]), strict=True):
-            if ids:
-                tokens[split].extend([*ids, vocabulary.special["cls"]])
-    return tokens, documents
 
 
 def _decode(part: Slice, errors: str) -> str:
@@ -126,13 +121,11 @@ def _decode(part: Slice, errors: str) -> str:
 
 def _documents(text: str, lone: bool) -> Iterator[list[str]]:
     """Lists of lines without the blanks around them; empty lines are left out."""
-    document: list[str] = []
-    for line in map(str.strip, [*text.split("\n"), ""]):
-        if line:
-            document.append(line)
-        if document and (lone or not line):
-            yield document
-            document = []
+    for has_words, lines in itertools.groupby(map(str.strip, text.split("\n")), bool):
+        if has_words and lone:
+            yield from ([line] for line in lines)
+        elif has_words:
+            yield list(lines)
 
 
 def _choose(document: list[str], split: Split, settings: Settings) -> Split:

@@ -2,12 +2,8 @@
 
 The text is read in slices of a few MB; worker processes turn them into parts (see `parts`) in a folder beside the
 target. A run that was stopped uses its parts again. Once all are written, the tokens of all lines, each followed by
-[CLS], are one stream for each split, which is cut into rows of L tokens. The target appears in one move.
-
-    chunks   rows are L tokens of the stream
-    wrap     rows are [CLS], L - 2 tokens of the stream, [CLS]
-
-The tokens that fill no row at the end of a split are dropped. Nothing here imports torch.
+[CLS], are one stream for each split. It is cut into rows of L tokens (`chunks`), or of [CLS], L - 2 tokens and [CLS]
+(`wrap`); tokens that fill no row at the end are dropped. The target appears in one move. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -67,7 +63,6 @@ class PrepareConfig(Config):
     slice_bytes: int = option(4 << 20, doc="bytes of text that are worked on at a time", low=16, high=1 << 28)
 
     def conflicts(self) -> Iterator[str]:
-        """Unknown choices, and shares that are no pair."""
         choices = {"packing": Packing, "encoding_errors": Errors, "detokenise": Detokenise}
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
@@ -77,7 +72,7 @@ class PrepareConfig(Config):
 
 
 class Prepared(NamedTuple):
-    """A finished set."""
+    """A set that is written."""
 
     path: Path
     manifest: dict[str, Any]
@@ -91,21 +86,18 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Write a set of rows: `train.bin`, `valid.bin`, `test.bin`, the tokenizer's file and `manifest.json`.
 
+    Faults are a `ConfigError` (of the arguments, or a missing library), a `DataError` (of files) or a `StorageError`.
+
     Args:
         out: The folder of the set; it is made, and must not hold anything else.
         tokenizer: `vocab.txt`, `tokenizer.json`, or the folder of one.
         inputs: Files, archives and folders whose names say the split; files whose names do not are for training.
-        train: Files, archives and folders to train on; `valid` and `test` are those to evaluate with.
-        valid: See `train`.
-        test: See `train`.
+        train: Files, archives and folders to train on.
+        valid: The same to validate with.
+        test: The same to test with.
         config: Everything else.
         on_progress: Called after every slice.
         note: Gets lines about files that are left out.
-
-    Raises:
-        ConfigError: Arguments that do not go together, or a library that is missing.
-        DataError: Files that cannot be used.
-        StorageError: The disk is full.
     """
     config = config or PrepareConfig()
     try:
@@ -119,9 +111,9 @@ def prepare(
         else:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
-                parts, kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
-                manifest = _assemble(out, vocabulary, parts, config)
-            done = Prepared(out, manifest, kept, sum(map(len, parts.values())) - kept)
+                kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
+                manifest = _assemble(out, vocabulary, sources, config)
+            done = Prepared(out, manifest, kept, sum(len(source.parts) for source in sources) - kept)
         shutil.rmtree(folder, ignore_errors=True)
         return done
     except OSError as error:
@@ -155,14 +147,13 @@ def _alone(folder: Path) -> Iterator[None]:
 def _write_parts(
     folder: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig, progress: Progress,
     note: Note,
-) -> tuple[dict[Source, list[Path]], int]:  # fmt: skip
-    """Write the parts that are not there; returns each file's parts in order, and how many were kept."""
-    path = str(vocabulary.path.resolve())
-    settings = Settings(path, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
+) -> int:  # fmt: skip
+    """Write the parts of each file that are not there; returns how many were kept."""
+    tokenizer = str(vocabulary.path.resolve())
+    settings = Settings(tokenizer, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
     total, kept = sum(source.path.stat().st_size for source in sources), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = config.jobs or min(cores, 1 + total // config.slice_bytes)
-    parts: dict[Source, list[Path]] = {source: [] for source in sources}
     pending: dict[Future[None], Slice] = {}
 
     def collect(most: int) -> None:
@@ -175,14 +166,15 @@ def _write_parts(
     spawn = multiprocessing.get_context("spawn")
     pool = ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, spawn, _start_worker)
     try:
-        for source, names in parts.items():
+        for source in sources:
             for part in slices(source, config.slice_bytes, note):
-                names.append(folder / settings.key(part))
-                if read_part(names[-1]) is not None:
+                path = folder / settings.key(part)
+                source.parts.append(path)
+                if read_part(path) is not None:
                     kept += 1
                     progress(part.cost, total, 0)
                 else:
-                    pending[pool.submit(write_part, part, names[-1], settings)] = part
+                    pending[pool.submit(write_part, part, path, settings)] = part
                     collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
         collect(0)
     except BrokenProcessPool:
@@ -193,21 +185,21 @@ def _write_parts(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-    return parts, kept
+    return kept
 
 
 def _start_worker() -> None:
     """Leave Ctrl-C to the parent process, and end with it even if it is killed."""
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _head(vocabulary: Vocabulary, config: PrepareConfig) -> dict[str, Any]:
@@ -233,29 +225,28 @@ def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any]) -> Prep
     return Prepared(out, manifest)
 
 
-def _assemble(
-    out: Path, vocabulary: Vocabulary, parts: Mapping[Source, list[Path]], config: PrepareConfig
-) -> dict[str, Any]:
+def _assemble(out: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig) -> dict[str, Any]:
     """Put the parts together in a folder beside the target, and give it the target's name."""
     draft = out.with_name(f".{out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
+    draft.mkdir(parents=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, draft, ignore_errors=True)
+        opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
+        files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
         inputs = []
-        with ExitStack() as stack:
-            opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
-            files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
-            for source, names in parts.items():
-                before = {split: rows.counts.tokens for split, rows in files.items()}
-                for path in names:
-                    part = read_part(path)
-                    if part is None:
-                        raise DataError(f"{path}: is damaged; {AGAIN}")
-                    for split, (counts, tokens) in part.items():
-                        files[split].add(counts, tokens)
-                starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
-                inputs.append(source.describe() | {"starts": starts})
-        splits = {split: {"file": f"{split}.bin"} | rows.summary() for split, rows in files.items() if any(rows.counts)}
+        for source in sources:
+            before = {split: rows.counts.tokens for split, rows in files.items()}
+            for path in source.parts:
+                part = read_part(path)
+                if part is None:
+                    raise DataError(f"{path}: is damaged; {AGAIN}")
+                for split, (counts, tokens) in part.items():
+                    files[split].add(counts, tokens)
+            starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
+            entry = {"path": str(source.path), "size": source.size, "sha256": source.sha256}
+            inputs.append(entry | {"detokenise": sorted(source.styles), "starts": starts})
+        splits = {split: {"file": f"{split}.bin"} | rows.finish() for split, rows in files.items() if any(rows.counts)}
         for split in set(SPLITS) - set(splits):
             (draft / f"{split}.bin").unlink()
         _check_rows(splits, config)
@@ -267,8 +258,6 @@ def _assemble(
             sync_folder(path)
         os.replace(draft, out)
         sync_folder(out.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return manifest
 
 
@@ -306,7 +295,8 @@ class _Rows:
         self._digest.update(data)
         self.rows += whole
 
-    def summary(self) -> dict[str, Any]:
-        """The manifest's entry of the file."""
+    def finish(self) -> dict[str, Any]:
+        """Close the file; the manifest's entry of it."""
+        self._file.close()
         share = {"dropped": len(self._rest), "unknown_share": self.counts.unknown / self.counts.tokens}
         return {"rows": self.rows, "sha256": self._digest.hexdigest(), **self.counts._asdict(), **share}

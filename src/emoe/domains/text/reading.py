@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from emoe.domains import DataError
-from emoe.domains.text.detokenise import Detokenise, Style, style_of
+from emoe.domains.text.detokenise import SHARD, Detokenise, Style, style_of
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -28,7 +28,6 @@ WORDS: dict[str, Split] = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     **dict.fromkeys(("test", "heldout"), "test"),
 }
-SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")
 PACKED = (".gz", ".xz", ".bz2")
 TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is removed
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
@@ -40,7 +39,7 @@ Note = Callable[[str], None]
 
 @dataclass(eq=False)
 class Source:
-    """A file to read; `sha256`, `size` and `styles` are known once it was read to its end."""
+    """A file to read; `sha256` and all below are known once it was read to its end."""
 
     path: Path
     split: Split | None  # None: an archive whose members have splits by their names
@@ -48,10 +47,7 @@ class Source:
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
-
-    def describe(self) -> dict[str, Any]:
-        """The entry of a manifest."""
-        return {"path": str(self.path), "size": self.size, "sha256": self.sha256, "detokenise": sorted(self.styles)}
+    parts: list[Path] = field(default_factory=list)  # see `parts`
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,7 @@ class Slice:
 
 
 def split_of(name: str) -> Split | None:
-    """The split in the name of the file, or of the folders it lies in, the nearest first.
-
-    Shards of the One Billion Word benchmark are known: `news.en-00001-of-00100` is for training and
-    `news.en.heldout-00000-of-00050` held out.
-    """
+    """The split in the name of the file, or of the folders it lies in, the nearest first."""
     for part in reversed(PurePosixPath(name.replace("\\", "/")).parts):
         if shard := SHARD.match(part):
             return "test" if shard[1] else "train"
@@ -84,12 +76,9 @@ def split_of(name: str) -> Split | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether a file of a folder or an archive is one to read, by its name.
-
-    `news.en-00000-of-00100` is not: it holds the same sentences as the held-out shards beside it.
-    """
+    """Whether a file of a folder or an archive is one to read, by its name."""
     base = PurePosixPath(name.replace("\\", "/")).name.lower()
-    if shard := SHARD.match(base):
+    if shard := SHARD.match(base):  # news.en-00000-of-00100 holds the same sentences as the held-out shards
         return bool(shard[1]) or int(shard[2]) > 0
     stem = next((base.removesuffix(ending) for ending in PACKED if base.endswith(ending)), base)
     return not base.startswith((".", "readme", "license", "licence")) and PurePosixPath(stem).suffix in TEXT
@@ -103,8 +92,7 @@ def is_archive(path: Path) -> bool:
 def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, note: Note) -> list[Source]:
     """All files to read: training first, each split in the order it was given, folders in the order of their names.
 
-    `named` has files and folders of the splits, and under None those whose names say the split. `note` gets lines about
-    files that are left out.
+    `named` has files and folders of the splits, and under None those whose names say the split.
     """
     rule = None if style == "auto" else style
     sources: list[Source] = []
@@ -113,16 +101,16 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
             if not path.exists():
                 raise DataError(f"{path}: does not exist; check the path")
             if path.is_dir():
-                sources += [Source(file, split, rule) for file, split in _in_folder(path, given, note)]
+                sources += _in_folder(path, given, rule, note)
             else:
                 by_name = None if is_archive(path) else split_of(path.name) or "train"
                 sources.append(Source(path, given or by_name, rule))
-    sources.sort(key=lambda source: SPLITS.index(source.split) if source.split else 0)
+    sources.sort(key=lambda source: SPLITS.index(source.split or "train"))
     _check_apart(sources)
     return sources
 
 
-def _in_folder(folder: Path, given: Split | None, note: Note) -> Iterator[tuple[Path, Split]]:
+def _in_folder(folder: Path, given: Split | None, style: Style | None, note: Note) -> Iterator[Source]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     texts = [file for file in files if is_text(file.name)]
     if left := len(files) - len(texts):
@@ -134,7 +122,7 @@ def _in_folder(folder: Path, given: Split | None, note: Note) -> Iterator[tuple[
         if given is not None and by_name not in (None, given):
             note(f"{file}: is left out of {given}, its name says {by_name}")
         else:
-            yield file, given or by_name or "train"
+            yield Source(file, given or by_name or "train", style)
 
 
 def _check_apart(sources: Sequence[Source]) -> None:
@@ -218,30 +206,30 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
 
 
 def _cut(name: str, split: Split, source: Source, stream: Any, file: IO[bytes], size: int) -> Iterator[Slice]:
+    """Slices of one text, which `stream` unpacks from `file`."""
     style = source.style or style_of(name)
     source.styles.add(style)
-    rest, line, offset, read = b"", 1, 0, file.tell()
-    lone: bool | None = None
-    empty, ended = True, False
-    while not ended:
-        text = rest + stream.read(size - len(rest))
-        ended = len(text) < size
-        if lone is None:
-            if text.startswith(BOM):
-                text, offset = text[len(BOM) :], len(BOM)
-            lone = BLANK.search(text.strip()) is None
-        end = len(text) if ended else _end(text, lone)
-        if not end and not ended:
+    read, line, is_empty = file.tell(), 1, True
+    text = stream.read(size)
+    is_last = len(text) < size
+    offset = len(BOM) if text.startswith(BOM) else 0
+    text = text[offset:]
+    lone = BLANK.search(text.strip()) is None
+    while text:
+        end = len(text) if is_last else _end(text, lone)
+        if not end:
             problem = f"line {line} is longer than {size:,} bytes, so this is hardly text"
             raise DataError(f"{name}: {problem}; break it into lines first (fold -s -w 1000)")
-        text, rest = text[:end], text[end:]
-        if text.strip():
-            empty = False
+        if text[:end].strip():
+            is_empty = False
             before, read = read, file.tell()
-            yield Slice(name, split, style, text, line, offset, lone, read - before)
-        line += text.count(b"\n")
-        offset += len(text)
-    if empty:
+            yield Slice(name, split, style, text[:end], line, offset, lone, read - before)
+        line += text.count(b"\n", 0, end)
+        offset += end
+        rest = text[end:]
+        text = rest + stream.read(size - len(rest))
+        is_last = len(text) < size
+    if is_empty:
         raise DataError(f"{name}: is empty, it holds no line of text; leave it out or give a whole copy")
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from emoe.config import ConfigError
-from emoe.domains import DataError
+from emoe.domains import DataError, check_file
 
 FILES = ("tokenizer.json", "vocab.txt")
 LARGEST = 1 << 16  # symbols a uint16 can tell apart
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")  # written [PAD] and so on
 NEEDED = ("unk", "cls", "mask")
-MISSING = "tokenizers: the package is missing; pip install emoe[text]"
 # Replacements of Hugging Face's clean_up_tokenization, in its order.
 CLEAN_UP = [(f" {mark}", mark) for mark in ".?!,"] + [(" ' ", "'")]
 CLEAN_UP += [(f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")]
@@ -54,14 +53,13 @@ def read_vocabulary(path: Path) -> Vocabulary:
         if not files:
             raise DataError(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
         path = files[0]
-    if not path.is_file():
-        raise DataError(f"{path}: does not exist; --tokenizer takes a vocab.txt, a tokenizer.json or their folder")
+    check_file(path, "--tokenizer takes a vocab.txt, a tokenizer.json or their folder")
     try:
         content = path.read_bytes()
         words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); give a whole copy") from None
-    special = {name: words.index(f"[{name.upper()}]") for name in SPECIAL if f"[{name.upper()}]" in words}
+    special = {name: words.index(tag) for name in SPECIAL if (tag := f"[{name.upper()}]") in words}
     if missing := [f"[{name.upper()}]" for name in NEEDED if name not in special]:
         raise DataError(f"{path}: has no {', '.join(missing)}; give the vocabulary of a BERT tokenizer")
     if len(words) > LARGEST:
@@ -116,7 +114,6 @@ class Encoder:
             self._model.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
 
     def __call__(self, lines: list[str]) -> list[list[int]]:
-        """The tokens of every line."""
         return [encoding.ids for encoding in self._model.encode_batch_fast(lines, add_special_tokens=False)]
 
 
@@ -125,5 +122,5 @@ def load_library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError([MISSING]) from None
+        raise ConfigError(["tokenizers: the package is missing; pip install emoe[text]"]) from None
     return tokenizers
