@@ -119,7 +119,7 @@ def call_times(rows: int, nfe: int) -> dict[str, list[float]]:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for number in range(10):
-                    inputs = method.prior(ReverseStep(x, t, reveal, nfe), Rng(number, device=device))
+                    inputs = method.prior(ReverseStep(x, t, reveal), Rng(number, device=device))
                     method.backbone(x, t, **inputs)
                 torch.cuda.synchronize()
             if turn:

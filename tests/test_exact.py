@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
+from references import CosineSchedule
 from steps import generator, masks, ramp_of
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.diffusion.masking import subs
 from emoe.diffusion.quadrature import gaussian_grid, gaussian_points
-from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
+from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.domains.toy import Toy, ToyConfig
 from emoe.domains.toy.densities import validity_of_law
 from emoe.evaluation.measure import exact_rows
@@ -110,7 +111,7 @@ def test_nested_grids_read_each_time_once(tiny):
     method.components = lambda xt, t, **how: times.append(t) or inner(xt, t, **how)
     chain_laws(method, [1, 2, 4], tick=lambda *what: ticks.append(what))
     assert len(times) == 4 * 3 and len(set(times)) == 4 == law_work(method, [1, 2, 4])  # of 3 patterns of masks each
-    assert ticks == [(1, "exact law, T = 1"), (1, "exact law, T = 2"), (2, "exact law, T = 4")]
+    assert ticks == [(1, f"exact law, t = {t}") for t in ("1", "0.5", "0.75", "0.25")]
 
 
 def test_sharpened_routes_count(tiny):

@@ -91,8 +91,8 @@ class Coin(MaskedDiffusion):
         logit = self.guess(noised.x0).mean((1, 2))
         draws = torch.rand(logit.shape, generator=rng.stream("latent"), device=logit.device)
         side = Side(logit, draws < logit.sigmoid())
-        log_token, _, valid = self.predict(noised, noised.xt, noised.t, cond=side.z)
-        return Inferred(log_token, side, valid=valid, log={"heads": side.heads.float().mean()})
+        log_token, _ = self.predict(noised, noised.xt, noised.t, cond=side.z)
+        return Inferred(log_token, side, log={"heads": side.heads.float().mean()})
 
     def prior(self, step, rng):
         draws = torch.rand(len(step.x), generator=rng.stream("latent"), device=step.x.device)

@@ -85,8 +85,18 @@ class Noised:
 
     def repeated(self, draws: int) -> Noised:
         """Every row `draws` times, one after the other."""
+        if draws == 1:
+            return self
         rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kl_weight"}
         return replace(self, **{k: v.repeat_interleave(draws, dim=0) for k, v in rows.items()})
+
+
+class RowLoss(NamedTuple):
+    """What a batch minimises, row by row, in nats per row."""
+
+    loss: PerRow
+    recon: PerRow  # w(t) * masked NLL
+    kl: PerRow
 
 
 class Features(NamedTuple):

@@ -22,12 +22,13 @@ from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
 from emoe.engine.stepper import Stepper
 from emoe.methods.emoe import EMoEConfig
-from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig
+from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Constant
 from emoe.rng import Rng
 from emoe.routing.compare import CompareConfig
+from emoe.types import Loss
 
 STEPS, BATCH = 4, 12
 OPTIM = OptimConfig(lr=1e-2, eps=1e-6, clip=0.5, schedule="constant")
@@ -166,15 +167,13 @@ def test_statistics_of_a_batch_are_those_of_its_parts(config: EMoEConfig, tiny: 
 
 
 def test_times_of_the_parts_are_those_of_the_batch() -> None:
-    rng = Rng(3).at(7)
-    whole = stratified_times(12, rng.stream("time", shared=True))
+    whole = stratified_times(12, Rng(3).at(7))
     for ranks, parts in ((1, 4), (2, 2), (4, 1), (3, 2)):
         times = []
         for rank in range(ranks):
             for number in range(parts):
                 part = Rng(3, rank=rank, world=ranks).part(number, parts).at(7)
-                stream = part.stream("time", shared=True)
-                times.append(stratified_times(12 // (ranks * parts), stream, rank=part.rank, world=part.world))
+                times.append(stratified_times(12 // (ranks * parts), part))
         assert torch.equal(torch.cat(times), whole)
 
 
@@ -190,17 +189,15 @@ def test_a_part_that_is_not_finite_or_not_valid_refuses_the_step(tiny: Tiny, fau
     method = tiny(CONFIGS["mdlm"])
     stepper = stepper_of(method, 3)
     before = [p.detach().clone() for p in method.parameters()]
-    inner, calls = method.infer_training, []
+    inner, calls = method.as_loss, []
 
-    def spoiled(*args: Any) -> Inferred:
-        out = inner(*args)
-        calls.append(out)
+    def spoiled(total: Tensor, *rest: Any) -> Loss:
+        calls.append(total)
         bad = len(calls) == 2
-        if fault == "valid":
-            return replace(out, valid=torch.tensor(not bad))
-        return replace(out, log_token=out.log_token * float("nan")) if bad else out
+        loss = inner(total * float("nan") if bad and fault == "loss" else total, *rest)
+        return replace(loss, valid=torch.tensor(not bad)) if fault == "valid" else loss
 
-    method.infer_training = spoiled  # type: ignore[method-assign]
+    method.as_loss = spoiled  # type: ignore[method-assign]
     stepper(0)
     assert len(calls) == 3 and stepper.optimizer.skipped == 1
     assert all(torch.equal(a, b) for a, b in zip(before, method.parameters(), strict=True))

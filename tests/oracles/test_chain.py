@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square, gauss_legendre, product_of_marginals, single
-from references import reverse_distribution
+from references import CosineSchedule, reverse_distribution
 from steps import masks
 
 from emoe.diffusion.masking import subs
-from emoe.diffusion.schedule import CosineSchedule
 from emoe.methods import masked
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from emoe.backbones.attention import rotary_angles, rotate
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.dit import DiT, DiTConfig
-from emoe.backbones.layers import Dropout, RouterConfig, dropout_from
+from emoe.backbones.layers import Dropout, Flow, RouterConfig, dropout_from
 from emoe.config import ConfigError
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
@@ -218,8 +218,8 @@ def test_first_weights_are_those_of_the_dit_logits():
     assert 0.95 * bound < network.trunk.token.weight.abs().max() <= bound
     h, c = torch.randn(2, 6, 64), torch.randn(2, 32)
     view = network.trunk.view(torch.arange(6))
-    out, logits, _ = network.trunk.blocks[0](h, c, 0, greedy(), view)
-    assert torch.equal(out, h) and (logits == 0).all()
+    flow = Flow(greedy())
+    assert torch.equal(network.trunk.blocks[0](h, c, flow, view), h) and (flow.logits[0] == 0).all()
 
 
 def test_the_encoder_marks_the_pattern_by_the_embedding_of_the_mask(build):
@@ -286,12 +286,10 @@ def test_a_cache_gives_the_logits_of_the_whole_prefix(network, chunks: list[int]
 
 
 def test_networks_that_are_not_causal_need_attend_and_no_time(network):
-    net, x, attend = network(), batch()[0], torch.ones(6, 6, dtype=torch.bool)
-    with pytest.raises(ValueError, match="new tokens would change"):
-        net.extend(x, net.new_cache())
-    net = network(time_conditioning=True)
-    with pytest.raises(ValueError, match="at other times"):
-        net.extend(x, net.new_cache(), attend=attend)
+    x, everything = batch()[0], torch.ones(6, 6, dtype=torch.bool)
+    for net, attend in ((network(), None), (network(time_conditioning=True), everything)):
+        with pytest.raises(ValueError, match="needs `attend` and must not read the time"):
+            net.extend(x, net.new_cache(), attend=attend)
 
 
 # --- Dropout -----------------------------------------------------------------------------------------------------

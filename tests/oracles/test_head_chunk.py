@@ -16,7 +16,7 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.backbones.unet import UNetConfig
 from emoe.config import ConfigError
 from emoe.diffusion import head
-from emoe.diffusion.head import scored_total_and_target
+from emoe.diffusion.head import has_room, total_and_target
 from emoe.engine.fit import NumericFailure, TrainConfig, fit
 from emoe.engine.optim import OptimConfig
 from emoe.methods.ar import ARConfig
@@ -85,15 +85,15 @@ def test_sum_and_target_are_those_of_all_logits(share: float, chunk: int, monkey
         scored = (torch.randperm(30, generator=generator(count)) < count).view(6, 5)
         values = logits.logsumexp(-1), logits.gather(-1, target[..., None]).squeeze(-1)
         want = [torch.where(scored, value, 0.0) for value in values]
-        *got, valid = scored_total_and_target(h, weight, held, target, scored, chunk, share)
-        assert share == 1 or valid
+        got = total_and_target(h, weight, held, target, scored, chunk, share)
+        assert has_room(scored, share) is None if share == 1 else has_room(scored, share)
         sums = [sum((a * b).sum() for a, b in zip(slopes, both, strict=True)) for both in (got, want)]
         grads = [torch.autograd.grad(one, [h, weight, bias], retain_graph=True) for one in sums]
         for a, b in zip([*got, *grads[0]], [*want, *grads[1]], strict=True):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
     if share < 1:
         scored = (torch.arange(30) < room + 1).view(6, 5)
-        assert not scored_total_and_target(h, weight, held, target, scored, chunk, share).valid
+        assert not has_room(scored, share)
 
 
 @pytest.mark.parametrize("mask_id", [0, 3, 10])
@@ -116,7 +116,7 @@ def test_no_value_is_read_and_shapes_are_fixed():
         bias, target = torch.zeros(30_522, requires_grad=True), torch.zeros(512, 128, dtype=torch.long)
         scored = torch.zeros(512, 128, dtype=torch.bool)
         for room in (1.0, 0.55):
-            total, chosen, _ = scored_total_and_target(h, weight, bias, target, scored, 8_192, room)
+            total, chosen = total_and_target(h, weight, bias, target, scored, 8_192, room)
             (total - chosen).sum().backward()
     assert total.shape == (512, 128) and h.grad.shape == h.shape and weight.grad.shape == weight.shape
 

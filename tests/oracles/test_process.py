@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, all_rows, chi_square, gauss_legendre, product_of_marginals
-from references import forward_distribution, masked_nll, reverse_distribution
+from references import CosineSchedule, forward_distribution, masked_nll, reverse_distribution
 from scipy import stats
 from steps import generator, noised, ramp_of
 
-from emoe.diffusion.masking import mask_tokens, reveal_probability, subs, unmask_step
-from emoe.diffusion.schedule import CosineSchedule, LinearSchedule, LogLinearSchedule
+from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.masking import draw_revealed, mask_tokens, reveal_probability, subs
+from emoe.diffusion.schedule import LinearSchedule, LogLinearSchedule
 from emoe.diffusion.times import grid_times, stratified_times
 from emoe.domains.toy.densities import ideal_factorised
 from emoe.engine.optim import OptimConfig
@@ -148,16 +149,16 @@ def test_step_kl_is_reveal_probability_times_masked_nll():
 
 @pytest.mark.parametrize("alpha_s", [0.6, 1.0])
 def test_reverse_step_draws_from_the_reverse_law(alpha_s: float):
-    """Eq. 2-3: `unmask_step` against `reverse_distribution`, jointly over both positions."""
+    """Eq. 2-3: positions and then their tokens, against `reverse_distribution`, jointly over both positions."""
     n, alpha_t = 100_000, 0.2
     logits = torch.tensor([[[1.0, 0.0, -1.0, 0.5], [0.3, 9.0, 0.2, -2.0], [0.0, 0.0, 0.0, 0.0]]]).double()
     xt = torch.tensor([[MASK, MASK, 2]])
     law = reverse_distribution(subs(logits, xt, MASK), xt, alpha_s, alpha_t, MASK)[0]
     many = xt.repeat(n, 1)
     log_x_theta = subs(logits.repeat(n, 1, 1), many, MASK)
-    xs, revealed = unmask_step(log_x_theta, many, alpha_s, alpha_t, MASK, reveal=generator(6), token=generator(7))
+    revealed = draw_revealed(many, alpha_s, alpha_t, MASK, generator(6))
+    xs = torch.where(revealed, draw_categorical(log_x_theta, generator(7)), many)
     assert (xs[:, 2] == 2).all() and not revealed[:, 2].any()
-    assert torch.equal(revealed[:, :2], xs[:, :2] != MASK)
     counts = torch.bincount(xs[:, 0] * SIZE + xs[:, 1], minlength=SIZE**2)
     joint = (law[0, :, None] * law[1]).flatten()
     assert chi_square(counts, joint) > ALPHA
@@ -187,7 +188,7 @@ def test_loglinear_leaves_eps_clean_and_the_others_nothing():
 @pytest.mark.parametrize("low", [0.0, 1 / 64])
 def test_every_stratum_has_exactly_one_row(batch: int, low: float):
     for seed in range(20):
-        t = stratified_times(batch, generator(seed), low=low).double()
+        t = stratified_times(batch, Rng(seed), low).double()
         assert (t > low).all() and (t <= 1).all()
         stratum = ((1 - (t - low) / (1 - low)) * batch - 1e-4).floor().clamp(min=0).long()
         near = ((1 - (t - low) / (1 - low)) * batch + 1e-4).floor().clamp(max=batch - 1).long()
@@ -199,8 +200,8 @@ def test_every_stratum_has_exactly_one_row(batch: int, low: float):
 @pytest.mark.parametrize("row", [0, 5])
 @pytest.mark.parametrize("low", [0.0, 0.25])
 def test_time_of_a_row_is_uniform(row: int, low: float):
-    draw = generator(8)
-    t = torch.stack([stratified_times(8, draw, low=low)[row] for _ in range(4000)])
+    rng = Rng(8)
+    t = torch.stack([stratified_times(8, rng, low)[row] for _ in range(4000)])
     assert stats.kstest(t.numpy(), stats.uniform(low, 1 - low).cdf).pvalue > ALPHA
 
 
@@ -208,7 +209,7 @@ def test_time_of_a_row_is_uniform(row: int, low: float):
 def test_the_slice_of_each_rank_is_spread_evenly(batch: int, world: int):
     """Kolmogorov distance of a slice from the uniform law; independent times would have about 0.87 / sqrt(batch)."""
     for rank in range(world):
-        t = stratified_times(batch, generator(10), rank=rank, world=world).double()
+        t = stratified_times(batch, Rng(10, rank=rank, world=world)).double()
         assert stats.kstest(t.numpy(), "uniform").statistic < 0.5 / math.sqrt(batch)
 
 

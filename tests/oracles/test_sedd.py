@@ -55,7 +55,7 @@ def test_loss_is_the_published_formula_and_clean_positions_take_no_part(tiny):
     logits = method.backbone.read(h)
     method.backbone.forward = lambda *_: Features(h)
     log_s = method.log_score(xt, t)
-    loss, recon, _ = method.score_loss(x0, xt, t)
+    loss, recon = method.score_loss(x0, xt, t)
     for row in range(2):
         level = sigma(t[row].item())
         r, want, plain = 1 / (math.exp(level) - 1), 0.0, 0.0
@@ -195,7 +195,7 @@ def integral(method: SEDD, low: float, share: float, nodes: int = 24) -> Tensor:
         times = torch.full((len(CLEAN),), t, dtype=torch.float64)
         for pattern, p in zip(patterns, prob, strict=True):
             with torch.no_grad():
-                loss, _, _ = method.score_loss(CLEAN, torch.where(pattern, MASK, CLEAN), times)
+                loss, _ = method.score_loss(CLEAN, torch.where(pattern, MASK, CLEAN), times)
             total += weight * p * loss
     return total
 

@@ -245,7 +245,7 @@ def test_draws_are_compared_by_rows_or_squares(build, credit: str):
     method = build(EMoEConfig(experts=2, compare=compare), router=RouterConfig(std=1.0))
     (x0, xt, _), t = batch(2), torch.tensor([1.0, 0.5]).double()
     log = loss_at(method, x0, xt, t, ramp_of(method), Rng(3)).log
-    log_token, latent, _ = both_passes(method, noised(method, x0, xt, t), Rng(3), draws=3)
+    log_token, latent = both_passes(method, noised(method, x0, xt, t), Rng(3), draws=3)
 
     def squares(values: Tensor) -> Tensor:
         """Sums over the quarters of square maps, (2, 3, 4)."""

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.backbones.layers import at_least_single
 from emoe.config import Family
 from emoe.diffusion.masking import NEG_INF
 from emoe.kernels import compiled
@@ -22,7 +23,7 @@ from emoe.types import Features, Gate, Logits, Needs, PerRow, Positions, Route, 
 @compiled
 def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor, "*B L V"]:
     """Scores of all symbols but the mask, in at least single precision, with the mask's column put in at -inf."""
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = at_least_single(scores)
     left, right = scores[..., :mask_id], scores[..., mask_id:]
     if right.shape[-1] == 0:
         return nnf.pad(left, (0, 1), value=NEG_INF)
@@ -74,8 +75,7 @@ class Backbone(nn.Module, ABC):
         """Logits of features at any positions, in at least single precision, the mask's column at -inf."""
         if not self.has_mask_output:
             return token_logits(self.head(h), self.mask_id)
-        logits = nnf.linear(h, *self.head_weights())
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return at_least_single(nnf.linear(h, *self.head_weights()))
 
     def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
         """W and b of `read`, logits = W h + b; the mask's entry of b is -inf."""

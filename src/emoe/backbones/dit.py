@@ -18,12 +18,23 @@ from torch.nn import functional as nnf
 
 from emoe.backbones.attention import Cache, RotaryAttention, View, rotary_angles
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Dropout, RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
+from emoe.backbones.layers import (
+    Dropout,
+    Flow,
+    RoutedMLP,
+    RouterConfig,
+    at_least_single,
+    drop_rows,
+    mlp_of,
+    repeat_rows,
+    silu_mlp,
+    time_features,
+)
 from emoe.config import option
 from emoe.diffusion.head import product_dtype
 from emoe.kernels import compiled
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the time is measured
 
@@ -58,7 +69,6 @@ class DiTConfig(BackboneConfig, kind="dit"):
             yield "time_conditioning: a causal network has no adaLN that could see the time; set it to false"
 
     def unsupported(self, needs: Needs) -> Iterator[str]:
-        """One line for each wanted feature that is not there; causal networks are for methods that want one."""
         yield from super().unsupported(needs)
         if needs.causal and not self.causal:
             yield "backbone.causal: must be true, since the method predicts each token from those before it"
@@ -73,11 +83,9 @@ class DiTConfig(BackboneConfig, kind="dit"):
             yield "backbone.time_conditioning: must be false, since parts of a row have times of their own"
 
     def build(self, space: TokenSpace, needs: Needs) -> DiT:
-        """Make the denoiser, or with `causal` the autoregressive network."""
         return DiT(self, space, needs)
 
     def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
-        """Make a recognition encoder of the same size."""
         return Encoder(self, space, needs.encoder)
 
 
@@ -92,7 +100,6 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
-        """Normalise the last axis."""
         return normed(x, self.weight)
 
 
@@ -120,9 +127,14 @@ def added(
     return h + (out if strength is None else strength * out)
 
 
-def adaln(layer: nn.Linear, c: Float[Tensor, "B C"], parts: int, like: Tensor) -> tuple[Float[Tensor, "B 1 K"], ...]:
-    """The layer's output in `parts`, in the precision of the features: 1 + scale in bf16 would lose small scales."""
-    return layer(c).to(like.dtype)[:, None].chunk(parts, dim=-1)
+def adaln(
+    layer: nn.Linear | None, c: Float[Tensor, "B C"] | None, parts: int, like: Tensor
+) -> tuple[Float[Tensor, "B 1 K"] | None, ...]:
+    """The layer's output in `parts`, or Nones where there is no layer.
+
+    In the precision of the features: 1 + scale in bf16 would lose small scales.
+    """
+    return (None,) * parts if layer is None else layer(c).to(like.dtype)[:, None].chunk(parts, dim=-1)
 
 
 def zeroed(layer: nn.Linear) -> nn.Linear:
@@ -139,57 +151,30 @@ class Block(nn.Module):
     and start at zero, so that the block starts as the identity. A causal block has none of them.
     """
 
-    def __init__(self, config: DiTConfig, experts: int):
+    def __init__(self, config: DiTConfig, number: int, experts: int):
         super().__init__()
         self.attention_norm = Norm(config.width)
-        self.attention = RotaryAttention(config.width, config.heads)
+        self.attention = RotaryAttention(config.width, config.heads, number)
         self.mlp_norm = Norm(config.width)
-        self.mlp: nn.Module
-        if experts:
-            self.mlp = RoutedMLP(
-                config.width, config.hidden, experts, config.dispatch, config.router, activation="gelu-tanh"
-            )
-        else:
-            self.mlp = nn.Sequential(
-                nn.Linear(config.width, config.hidden), nn.GELU("tanh"), nn.Linear(config.hidden, config.width)
-            )
+        self.mlp = mlp_of(config, experts, "gelu-tanh")
         self.dropout = Dropout(config.dropout)
         self.adaln = None if config.causal else zeroed(nn.Linear(config.cond_size, 6 * config.width))
 
     def forward(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, route: Route | None, view: View
-    ) -> tuple[Float[Tensor, "_B L K"], Float[Tensor, "B L E"] | None, Gate | None]:
-        """Features of the rows that the gate keeps; router logits of all rows; the gate."""
-        h, u, strength = self._attend(h, c, number, view)
-        if not isinstance(self.mlp, RoutedMLP):
-            return self._add(h, self.mlp(u), strength), None, None
-        logits, gate = self.mlp.route(u, number, route)
-        out = self.mlp.experts(drop_rows(u, gate), gate)
-        return (
-            self._add(repeat_rows(h, gate), out, None if strength is None else repeat_rows(strength, gate)),
-            logits,
-            gate,
-        )
-
-    def _attend(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, view: View
-    ) -> tuple[Float[Tensor, "B L K"], Float[Tensor, "B L K"], Float[Tensor, "B 1 K"] | None]:
-        """Features after attention, what router and MLP read of them, and the strength of what these will add."""
-        first, second = self.attention_norm.weight, self.mlp_norm.weight
+        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, flow: Flow, view: View
+    ) -> Float[Tensor, "_B L K"]:
+        """Features of the rows that the gate keeps."""
         dtype = product_dtype(h)  # all that reads u is a matrix product
-        if self.adaln is None:
-            h = self._add(h, self.attention(normed(h, first, None, None, dtype), number, view), None)
-            return h, normed(h, second, None, None, dtype), None
-        assert c is not None
         shift, scale, strength, mlp_shift, mlp_scale, mlp_strength = adaln(self.adaln, c, 6, h)
-        u = normed(h, first, shift, scale, dtype)
-        h = self._add(h, self.attention(u, number, view), strength)
-        return h, normed(h, second, mlp_shift, mlp_scale, dtype), mlp_strength
-
-    def _add(
-        self, h: Float[Tensor, "B L K"], out: Float[Tensor, "*E B L K"], strength: Float[Tensor, "B 1 K"] | None
-    ) -> Float[Tensor, "*E B L K"]:
-        return added(h, self.dropout(out), strength)
+        u = normed(h, self.attention_norm.weight, shift, scale, dtype)
+        h = added(h, self.dropout(self.attention(u, view)), strength)
+        u = normed(h, self.mlp_norm.weight, mlp_shift, mlp_scale, dtype)
+        if not isinstance(self.mlp, RoutedMLP):
+            return added(h, self.dropout(self.mlp(u)), mlp_strength)
+        gate = self.mlp.route(u, flow)
+        out = self.mlp.experts(drop_rows(u, gate), gate)
+        mlp_strength = None if mlp_strength is None else repeat_rows(mlp_strength, gate)
+        return added(repeat_rows(h, gate), self.dropout(out), mlp_strength)
 
 
 class Trunk(nn.Module):
@@ -209,38 +194,26 @@ class Trunk(nn.Module):
         self.time = self.latent = self.adaln = None
         if not config.causal:
             size, hidden = config.cond_size, config.latent_hidden
-            self.time = nn.Sequential(nn.Linear(config.time_size, size), nn.SiLU(), nn.Linear(size, size))
-            if needs.cond:
-                self.latent = nn.Sequential(
-                    nn.Linear(needs.cond, hidden), nn.SiLU(),
-                    nn.Linear(hidden, hidden), nn.SiLU(),
-                    nn.Linear(hidden, size),
-                )  # fmt: skip
+            self.time = silu_mlp(config.time_size, size, size)
+            self.latent = silu_mlp(needs.cond, hidden, hidden, size) if needs.cond else None
             self.adaln = zeroed(nn.Linear(size, 2 * config.width))
-        self.blocks = nn.ModuleList(Block(config, needs.experts) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, number, needs.experts) for number in range(config.depth))
         self.norm = Norm(config.width)
 
     def forward(
         self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, route: Route | None, view: View
     ) -> Features:
         """Features of the rows that are kept, router logits of all rows, gates."""
-        logits: list[Tensor] = []
-        gates: list[Gate] = []
-        for number, block in enumerate(self.blocks):
-            h, logits_d, gate = block(h, c, number, route, view)
-            if gate is not None:
-                c = None if c is None else repeat_rows(c, gate)
-                logits.append(logits_d)
-                gates.append(gate)
+        flow = Flow(route)
+        for block in self.blocks:
+            h = block(h, c, flow, view)
+            c = repeat_rows(c, flow.gates[-1]) if flow.gates and c is not None else c
         h = self.norm(h)
-        if self.adaln is not None:
-            assert c is not None
-            shift, scale = adaln(self.adaln, c, 2, h)
-            h = (1 + scale) * h + shift
-        return Features(h, tuple(logits), tuple(gates))
+        shift, scale = adaln(self.adaln, c, 2, h)
+        return flow.features(h if scale is None or shift is None else (1 + scale) * h + shift)
 
     def embed(self, x: Tokens, marks: Positions | None) -> Float[Tensor, "B L K"]:
-        """Embeddings of tokens, and of marks where there are any."""
+        """Embeddings of tokens and marks."""
         h = self.token(x)
         return h if self.mark is None or marks is None else h + marks[..., None].to(h.dtype) * self.mark
 
@@ -298,22 +271,14 @@ class DiT(Backbone):
         positions: Int[Tensor, " L"] | None = None,
         cache: Cache | None = None,
     ) -> Features:
-        """See `Backbone.forward`.
+        """See `Backbone.forward`; L may differ from the length of the token space.
 
-        Args:
-            x: Tokens, the mask among them; L may differ from the length of the token space.
-            t: Time of each row.
-            cond: A latent vector for each row, where the method needs one.
-            marks: Positions that get a learned embedding, where the method needs it.
-            route: Route policy, called once per block in order.
-            attend: Which position (row) sees which (column); None: all of them, or the earlier ones if causal.
-            positions: Positions by which queries and keys are rotated; None: 0..L-1.
-            cache: Keys and values of earlier tokens, see `extend`.
+        `attend` says which position (row) sees which (column): by default all of them, or the earlier ones if causal.
+        `positions`, by which queries and keys are rotated, are 0..L-1 by default. For `cache` see `extend`.
         """
         positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
         h, c = self.trunk.embed(x, marks), self.trunk.condition(t, cond)
-        out: Features = self.trunk(h, c, route, self.trunk.view(positions, attend, cache))
-        return out
+        return self.trunk(h, c, route, self.trunk.view(positions, attend, cache))
 
     def new_cache(self) -> Cache:
         """An empty cache for `extend`, with room for the length of the token space."""
@@ -335,17 +300,12 @@ class DiT(Backbone):
         not in the cache with it: then keys and values of old positions stay as they are. This holds for a causal
         network; any other needs `attend`, for which its caller is responsible, and must not see the time.
 
-        Args:
-            x_new: The tokens, the mask among them.
-            cache: What `new_cache` returned.
-            attend: Which new position sees which of the M = old + N; None: itself and all before, if causal.
-            keep: How many of the new positions the cache takes in; None: all.
-            last: How many of the new positions, from the end, are given logits; None: all.
+        `attend` says which new position sees which of the M = old + N; by default itself and all before, if causal.
+        Only the `last` of the new positions are given logits.
         """
         config, old, new = self.trunk.config, cache.length, x_new.shape[1]
         if not config.causal and (attend is None or config.time_conditioning):
-            why = "new tokens would change what old ones see" if attend is None else "old ones were read at other times"
-            raise ValueError(f"a network that is not causal is extended with `attend` and without a time: {why}")
+            raise ValueError("extend: a network that is not causal needs `attend` and must not read the time")
         if old + new > cache.room:
             raise ValueError(f"the cache has room for {cache.room} positions, not for {old + new}")
         positions = torch.arange(old, old + new, device=x_new.device)
@@ -377,5 +337,4 @@ class Encoder(nn.Module):
         h = h + marks[..., None].to(h.dtype) * self.trunk.token.weight[self.mask_id]
         positions = torch.arange(x0.shape[1], device=x0.device)
         h = self.trunk(h, self.trunk.condition(t, None), None, self.trunk.view(positions)).h
-        pooled = self.head(h.mean(1))
-        return pooled if pooled.dtype == torch.float64 else pooled.float()
+        return at_least_single(self.head(h.mean(1)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +17,18 @@ from torch.nn import functional as nnf
 from emoe.config import Config, ConfigError, option
 from emoe.kernels import compiled
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
-from emoe.types import Gate, PerRow, Route, RouterLogits
+from emoe.types import Features, Gate, PerRow, Route, RouterLogits
+
+
+def at_least_single(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """x in single or double precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def silu_mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers between vectors of these sizes, with SiLU between the layers."""
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.SiLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 @compiled
@@ -48,7 +61,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Float[Tensor, "B L K"]) -> Float[Tensor, "B L K"]:
-        """Attend and project."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = short_attention(q, k, v) if length <= SHORT else nnf.scaled_dot_product_attention(q, k, v)
@@ -56,10 +68,10 @@ class Attention(nn.Module):
 
 
 class Dropout(nn.Module):
-    """x * keep / (1 - p) with keep ~ Bernoulli(1 - p) from a given generator; the identity in evaluation and at p = 0.
+    """x * keep / (1 - p) with keep ~ Bernoulli(1 - p); the identity in evaluation and at p = 0.
 
-    What a training step draws is a function of (seed, step), so noise comes from a stream that `dropout_from` lends
-    for the time of a call, never from torch's global generator.
+    What a training step draws is a function of (seed, step), so noise comes from the stream of `dropout_from`, never
+    from torch's global generator.
     """
 
     def __init__(self, p: float):
@@ -68,7 +80,6 @@ class Dropout(nn.Module):
         self.generator: torch.Generator | None = None
 
     def forward(self, x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-        """Drop and scale."""
         if not self.training or self.p == 0:
             return x
         if self.generator is None:
@@ -81,14 +92,13 @@ class Dropout(nn.Module):
 def dropout_from(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Every `Dropout` in the module draws from the generator, in the order of the calls, while this is open."""
     parts = [part for part in module.modules() if isinstance(part, Dropout)]
-    before = [part.generator for part in parts]
     for part in parts:
         part.generator = generator
     try:
         yield
     finally:
-        for part, old in zip(parts, before, strict=True):
-            part.generator = old
+        for part in parts:
+            part.generator = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +133,8 @@ class Router(nn.Linear):
 
     def forward(self, x: Float[Tensor, "B P K"]) -> RouterLogits:
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
+        logits = at_least_single(super().forward(x if self.norm is None else self.norm(x)))
         norm = self.logit_norm
-        logits = super().forward(x if self.norm is None else self.norm(x))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
         if norm is None:
             return logits if self.cap is None else _shaped(logits, None, None, 0.0, self.cap)
         return _shaped(logits, norm.weight, norm.bias, norm.eps, self.cap)
@@ -157,6 +166,19 @@ def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N
     return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
 
 
+@dataclass
+class Flow:
+    """What goes through a network beside the features: the policy, and router logits and gates of the blocks so far."""
+
+    policy: Route | None
+    logits: list[RouterLogits] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
+
+    def features(self, h: Float[Tensor, "B L K"]) -> Features:
+        """The result of the network."""
+        return Features(h, tuple(self.logits), tuple(self.gates))
+
+
 class RoutedMLP(nn.Module):
     """The feed-forward part of a block: a router and the experts it chooses from."""
 
@@ -173,9 +195,18 @@ class RoutedMLP(nn.Module):
         self.router = Router(width, experts, router)
         self.experts = RoutedExperts(width, hidden, experts, dispatch, activation)
 
-    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route | None) -> tuple[RouterLogits, Gate]:
-        """Router logits, and the policy's choice."""
-        if policy is None:
+    def route(self, x: Float[Tensor, "B P K"], flow: Flow) -> Gate:
+        """The policy's choice for the router's logits of x; both are added to the flow."""
+        if flow.policy is None:
             raise ValueError("a routed backbone needs a route policy")
-        logits = self.router(x)
-        return logits, policy(block, logits)
+        flow.logits.append(self.router(x))
+        flow.gates.append(flow.policy(len(flow.gates), flow.logits[-1]))
+        return flow.gates[-1]
+
+
+def mlp_of(config: Any, experts: int, activation: Activation = "gelu") -> nn.Module:
+    """The feed-forward part of a block in the sizes of a config: with routed experts, or dense where there are none."""
+    if experts:
+        return RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router, activation)
+    gelu = nn.GELU("tanh" if activation == "gelu-tanh" else "none")
+    return nn.Sequential(nn.Linear(config.width, config.hidden), gelu, nn.Linear(config.hidden, config.width))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -19,11 +19,20 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
+from emoe.backbones.layers import (
+    Flow,
+    RoutedMLP,
+    RouterConfig,
+    at_least_single,
+    drop_rows,
+    repeat_rows,
+    silu_mlp,
+    time_features,
+)
 from emoe.config import ConfigError, option
 from emoe.kernels import compiled, load
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, RouterLogits, Tokens, TokenSpace
+from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 # The eight residual blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up,
 # which read a skip connection beside their input; S.
@@ -47,33 +56,25 @@ class UNetConfig(BackboneConfig, kind="unet"):
     router: RouterConfig = option(RouterConfig(logit_norm=True, cap=5.0), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
-        """Groups must divide the channels, time features come in pairs."""
         if self.channels % self.groups:
             yield f"groups: must divide channels = {self.channels}, got {self.groups}"
         if self.time_size % 2:
             yield f"time_size: must be even, got {self.time_size}"
 
     def build(self, space: TokenSpace, needs: Needs) -> UNet:
-        """Make the denoiser."""
         return UNet(self, space, needs)
 
     def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
-        """Make a recognition encoder, about a sixth of the denoiser's size."""
         return Encoder(self, space, needs.encoder)
 
 
-def image_side(length: int) -> int:
-    """S = sqrt(L).
-
-    Raises:
-        ConfigError: Rows are not square images that can be halved twice.
-    """
+def check_image(length: int) -> None:
+    """Raise a `ConfigError` unless rows are square images that can be halved twice."""
     side = math.isqrt(length)
     if side * side != length or side % 4:
         raise ConfigError(
             f"backbone: unet needs square images with a side that 4 divides (length 16, 64, ...); rows have {length}"
         )
-    return side
 
 
 def as_rows(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B P C"]:
@@ -168,24 +169,18 @@ class Residual(nn.Module):
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
     def forward(self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Float[Tensor, "B C H W"]:
-        """Features of the same side."""
         return residual(self, h, film)
 
 
 @dataclass
-class Flow:
-    """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
+class MapFlow(Flow):
+    """The flow of the UNet, with maps that are read later. All have one row for each of the features'."""
 
-    films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
-    route: Route | None
+    films: list[Float[Tensor, "B _2C"]] = field(default_factory=list)  # scale and shift of the blocks to come
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
-    logits: list[Tensor] = field(default_factory=list)
-    gates: list[Gate] = field(default_factory=list)
 
-    def take(self, logits: RouterLogits, gate: Gate) -> None:
-        """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
-        self.logits.append(logits)
-        self.gates.append(gate)
+    def follow(self, gate: Gate) -> None:
+        """Keep and repeat the rows that the gate keeps and repeats."""
         self.films = [repeat_rows(film, gate) for film in self.films]
         self.skips = [as_map(repeat_rows(as_rows(skip), gate)) for skip in self.skips]
 
@@ -204,14 +199,14 @@ class Block(nn.Module):
         self.residual = Residual(2 * channels if joined else channels, channels, config.groups, cond)
         self.branch = RoutedMLP(channels, config.hidden, experts, config.dispatch, config.router) if experts else None
 
-    def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
+    def forward(self, h: Float[Tensor, "B I H W"], flow: MapFlow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
         h = self.residual(h, flow.films.pop(0))
         if self.branch is None:
             return h
         rows = as_rows(h)
-        logits, gate = self.branch.route(rows, len(flow.gates), flow.route)
-        flow.take(logits, gate)
+        gate = self.branch.route(rows, flow)
+        flow.follow(gate)
         added = self.branch.experts(drop_rows(rows, gate), gate)
         return as_map(repeat_rows(rows, gate) + added.to(rows.dtype))
 
@@ -230,21 +225,17 @@ class UNet(Backbone):
     routes_tokens = False  # positions at S/2 and S/4 are squares of pixels
     local_last_block = False
     has_mask_output = False
+    blocks: Any  # a ModuleList of `Block`
 
     def __init__(self, config: UNetConfig, space: TokenSpace, needs: Needs):
         super().__init__()
         channels = config.channels
-        self.side = image_side(space.length)
+        check_image(space.length)
         self.routed_blocks = sum(ROUTED) if needs.experts else 0
         self.mask_id, self.time_size = space.mask_id, config.time_size
         self.token = nn.Embedding(space.size, channels)
         self.mark = nn.Parameter(0.02 * torch.randn(channels)) if needs.marks else None
-        self.time = nn.Sequential(
-            nn.Linear(config.time_size, config.time_hidden),
-            nn.SiLU(),
-            nn.Linear(config.time_hidden, config.time_hidden),
-            nn.SiLU(),
-        )
+        self.time = silu_mlp(config.time_size, config.time_hidden, config.time_hidden).append(nn.SiLU())
         self.has_cond = bool(needs.cond)
         self.stem = conv3(channels, channels)
         self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
@@ -265,8 +256,7 @@ class UNet(Backbone):
         marks: Positions | None = None,
         route: Route | None = None,
     ) -> Features:
-        """See `Backbone.forward`."""
-        flow = Flow(list(self._films(t, cond).chunk(len(JOINED), dim=-1)), route)
+        flow = MapFlow(route, films=list(self._films(t, cond).chunk(len(JOINED), dim=-1)))
         blocks = iter(self.blocks)
         h = next(blocks)(embedded(self, x, marks), flow)
         flow.skips.append(h)
@@ -278,10 +268,10 @@ class UNet(Backbone):
         for up in self.up:
             h = next(blocks)(doubled(up, h, flow.skips.pop()), flow)
         h = next(blocks)(h, flow)
-        return Features(as_rows(norm_silu(self.norm, h)), tuple(flow.logits), tuple(flow.gates))
+        return flow.features(as_rows(norm_silu(self.norm, h)))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
-        """See `Backbone.grouped`: positions of a finer map lie in squares of a coarser one."""
+        """Positions of a finer map lie in squares of a coarser one."""
         fine, coarse = math.isqrt(values.shape[-1]), math.isqrt(groups)
         if fine % coarse:
             raise ValueError(f"a map of side {fine} cannot be cut into {coarse} x {coarse} squares")
@@ -296,18 +286,11 @@ class UNet(Backbone):
             if cond is None:
                 raise ValueError("a backbone with a latent needs cond")
             vector = torch.cat([vector, cond.to(vector.dtype)], dim=-1)
-        weight = torch.cat([residual.film.weight for residual in self.residuals() if residual.film is not None])
-        return nnf.linear(vector, weight)
-
-    def residuals(self) -> Iterator[Residual]:
-        """The residual blocks in network order."""
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            yield block.residual
+        return nnf.linear(vector, torch.cat([block.residual.film.weight for block in self.blocks]))
 
 
 class Encoder(nn.Module):
-    """Recognition network: clean image, time and mask pattern to a vector.
+    """Recognition network, about a sixth of the denoiser's size: clean image, time and mask pattern to a vector.
 
     Embeddings of tokens, marks and time are added; then a 3x3 convolution, and twice a convolution of stride 2 and a
     residual block; GroupNorm, SiLU, the mean over positions, a linear layer.
@@ -316,11 +299,11 @@ class Encoder(nn.Module):
     def __init__(self, config: UNetConfig, space: TokenSpace, outputs: int):
         super().__init__()
         channels = config.channels
-        image_side(space.length)
+        check_image(space.length)
         self.time_size = config.time_size
         self.token = nn.Embedding(space.size, channels)
         self.mark = nn.Parameter(torch.randn(channels))
-        self.time = nn.Sequential(nn.Linear(config.time_size, channels), nn.SiLU(), nn.Linear(channels, channels))
+        self.time = silu_mlp(config.time_size, channels, channels)
         self.stem = conv3(channels, channels)
         self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
         self.blocks = nn.ModuleList(Residual(channels, channels, config.groups, cond=0) for _ in range(2))
@@ -335,5 +318,4 @@ class Encoder(nn.Module):
         h = self.stem(as_map(rows))
         for down, block in zip(self.down, self.blocks, strict=True):
             h = block(halved(down, h), None)
-        pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
-        return pooled if pooled.dtype == torch.float64 else pooled.float()
+        return at_least_single(self.head(norm_silu(self.norm, h).mean((2, 3))))

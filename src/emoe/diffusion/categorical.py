@@ -1,4 +1,4 @@
-"""Categorical and Gaussian distributions: exact draws in float64, and divergences."""
+"""Categorical distributions: exact draws in float64, and their divergence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.kernels import compiled
-from emoe.types import PerRow
 
 # Uniforms of 0 and 1 would give infinite noise; 53 bits hold everything in between.
 _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53
@@ -25,8 +24,7 @@ def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, 
     Single precision would cut the right tail at 16.6 (uniforms of 24 bits), which makes tokens of small
     probability impossible instead of rare; 53 bits reach 36.7.
     """
-    u = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
-    return gumbel_from_uniform(u)
+    return gumbel_from_uniform(torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64))
 
 
 def draw_categorical(log_probs: Float[Tensor, "*S V"], generator: torch.Generator) -> Int[Tensor, "*S"]:
@@ -40,8 +38,3 @@ def draw_categorical(log_probs: Float[Tensor, "*S V"], generator: torch.Generato
 def categorical_kl(log_q: Float[Tensor, "*S E"], log_p: Float[Tensor, "*S E"]) -> Float[Tensor, "*S"]:
     """KL(q || p) = sum_e q_e (log q_e - log p_e) of normalised log-probabilities (inner sum of Eq. 8)."""
     return (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def gaussian_kl(mean: Float[Tensor, "B Z"], log_std: Float[Tensor, "B Z"]) -> PerRow:
-    """KL(N(mean, diag std^2) || N(0, I)) = 1/2 sum (mean^2 + std^2 - 1 - 2 log std)."""
-    return 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std).sum(-1)

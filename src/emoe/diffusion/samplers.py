@@ -20,10 +20,10 @@ READ_AT_ONCE = 4096  # positions whose logits are computed, and drawn from in fl
 
 
 class GridStep(NamedTuple):
-    """Step i of a chain of T steps: from t = t_i to t_{i-1}."""
+    """A step of a chain, from t_i to t_{i-1}."""
 
     number: int  # i
-    time: float
+    time: float  # t_i
     alpha_s: float
     alpha_t: float
 
@@ -34,7 +34,7 @@ def grid(schedule: Schedule, nfe: int) -> Iterator[GridStep]:
     alpha_s of the last step is 1, whatever the schedule's rounding says: it reveals every token.
     """
     times = grid_times(nfe)
-    alpha = [float(schedule.alpha(torch.tensor(t, dtype=torch.float64))) for t in times]
+    alpha: list[float] = schedule.alpha(torch.tensor(times, dtype=torch.float64)).tolist()
     alpha[0] = 1.0
     for i in range(nfe, 0, -1):
         yield GridStep(i, times[i], alpha[i - 1], alpha[i])

@@ -13,22 +13,21 @@ from emoe.config import ConfigError
 from emoe.diffusion.masking import reveal_probability
 from emoe.diffusion.schedule import Schedule
 from emoe.kernels import compiled
+from emoe.rng import Rng
 from emoe.types import PerRow
 
 
-def stratified_times(
-    batch: int, generator: torch.Generator, *, low: float = 0.0, rank: int = 0, world: int = 1
-) -> PerRow:
+def stratified_times(batch: int, rng: Rng, low: float = 0.0) -> PerRow:
     """One t ~ U(low, 1] for each row, one row in each of n = batch * world equal strata (Algo. 1, line 3).
 
     t_j = low + (1 - low) * (1 - (s_j + u_j) / n), u_j ~ U[0, 1), with s_j = (a j + b) mod n for a random b and a
     fixed stride a near the golden section of n and coprime to it. That is a permutation of the strata in which any
-    run of rows (a rank's slice, a micro-batch) is spread evenly over all times. The generator must be the same on
-    all ranks; each takes its slice.
+    run of rows (a rank's slice, a micro-batch) is spread evenly over all times. All ranks draw the same numbers, and
+    each takes its slice.
     """
-    count = batch * world
+    count, generator = batch * rng.world, rng.stream("time", shared=True)
     noise = torch.rand(count + 1, generator=generator, device=generator.device, dtype=torch.float64)
-    return _in_strata(noise, _spread_stride(count), low)[rank * batch : (rank + 1) * batch]
+    return _in_strata(noise, _spread_stride(count), low)[rng.rank * batch : (rng.rank + 1) * batch]
 
 
 @compiled

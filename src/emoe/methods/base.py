@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import Config, ConfigError, Family, option
-from emoe.diffusion.head import Scores, scored_total_and_target
+from emoe.diffusion.head import has_room, total_and_target
+from emoe.diffusion.masking import log_chosen, subs
 from emoe.diffusion.samplers import OnStep
 from emoe.diffusion.schedule import Schedule
 from emoe.ramps import Ramp
@@ -47,6 +48,8 @@ PLAIN = SamplerConfig()
 class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
     """Options of a method; those that all of them have."""
 
+    method: ClassVar[type[Method]]  # set by `class Name(Method, config=NameConfig)`
+
     head_chunk: int = option(
         0, doc="positions whose logits the loss computes at a time, to save memory where V is large; 0: all", low=0
     )
@@ -59,7 +62,6 @@ class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
     )
 
     def conflicts(self) -> Iterator[str]:
-        """Combinations that are not allowed."""
         if self.head_share < 1 and not self.head_chunk:
             yield "head_share: has no effect without head_chunk; use 1"
 
@@ -81,14 +83,14 @@ class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> Method:
         """Make the method with its networks."""
-        raise NotImplementedError
+        return self.method(self, space, backbone)
 
 
 class Method(nn.Module, ABC):
     """All that engine, evaluation and tools call. Nothing outside `methods/` asks which method it has.
 
-    `ramps` are the numbers that depend on the training step; the engine evaluates them and passes them to `forward` as
-    0-dimensional tensors under the same names.
+    `class Name(Method, config=NameConfig)` is what `NameConfig.build` makes. `ramps` are the numbers that depend on the
+    training step; the engine evaluates them and passes them to `forward` as 0-dimensional tensors of the same names.
     """
 
     label: ClassVar[str]  # in tables and legends
@@ -99,6 +101,11 @@ class Method(nn.Module, ABC):
     space: TokenSpace
     backbone: Backbone
     ramps: Mapping[str, Ramp]
+
+    def __init_subclass__(cls, *, config: type[MethodConfig] | None = None, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if config is not None:
+            config.method = cls
 
     def __init__(
         self, config: Any, space: TokenSpace, backbone: BackboneConfig, ramps: Mapping[str, Ramp] | None = None
@@ -122,14 +129,8 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
         """Fill the masks of x with at most `nfe` network calls per row; other tokens stay.
 
         Equal streams give equal rows. `on_step` is called after every reverse step.
@@ -179,16 +180,34 @@ class Method(nn.Module, ABC):
         """The values that the ramps have after training."""
         return {name: torch.tensor(ramp(LATE, LATE), device=device) for name, ramp in self.ramps.items()}
 
-    def scores(self, h: Float[Tensor, "N L K"], x0: Int[Tensor, "N L"], scored: Bool[Tensor, "N L"]) -> Scores:
-        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere; see `head_chunk`."""
-        if not self.config.head_chunk:
-            logits = self.backbone.read(h)
-            both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
-            return Scores(*(torch.where(scored, value, 0.0) for value in both))
-        room = self.config.head_share if self.training else 1.0
-        weight, bias = self.backbone.head_weights()
-        return scored_total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, room)
+    # --- The head, all at once or in parts (`head_chunk`) ----------------------------------------------------------
 
-    def refusal(self) -> str:
-        """Why a step can be refused by `Loss.valid`."""
-        return f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
+    def scores(
+        self, h: Float[Tensor, "N L K"], x0: Int[Tensor, "N L"], scored: Bool[Tensor, "N L"]
+    ) -> tuple[Float[Tensor, "N L"], Float[Tensor, "N L"]]:
+        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere."""
+        if self.config.head_chunk:
+            weight, bias = self.backbone.head_weights()
+            return total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, self._room)
+        logits = self.backbone.read(h)
+        both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
+        return torch.where(scored, both[0], 0.0), torch.where(scored, both[1], 0.0)
+
+    def log_token(
+        self, h: Float[Tensor, "N L K"], xt: Int[Tensor, "N L"], x0: Int[Tensor, "N L"], scored: Bool[Tensor, "N L"]
+    ) -> Float[Tensor, "N L"]:
+        """log x_theta(x0) at scored positions, which are masked in xt; 0 elsewhere."""
+        if self.config.head_chunk:
+            total, target = self.scores(h, x0, scored)
+            return target - total
+        log_x_theta = subs(self.backbone.read(h), xt, self.space.mask_id)
+        return torch.where(scored, log_chosen(log_x_theta, x0), 0.0)
+
+    def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Bool[Tensor, "N L"]) -> Loss:
+        """The loss of a step, to be refused if the head has no room for all scored positions."""
+        refusal = f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
+        return Loss(total, {"loss": total, **log}, has_room(scored, self._room), refusal)
+
+    @property
+    def _room(self) -> float:
+        return self.config.head_share if self.training else 1.0

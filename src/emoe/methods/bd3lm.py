@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.masking import log_chosen, mask_tokens, subs, unmask_step
+from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
 from emoe.diffusion.samplers import OnStep, grid
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import stratified_times, weighted_times
@@ -36,19 +37,11 @@ class BD3LMConfig(MethodConfig, kind="bd3lm"):
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
     def needs(self) -> Needs:
-        """Attention of its own, and a cache of finished blocks."""
         return Needs(attend=True)
 
     def allowed_nfe(self, wanted: Iterable[int], length: int) -> tuple[int, ...]:
         """The same number of calls for every block."""
         return tuple(nfe for nfe in wanted if nfe % (length // self.block) == 0)
-
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> BD3LM:
-        """Make the method."""
-        if space.length % self.block:
-            fits = ", ".join(str(size) for size in range(1, space.length + 1) if space.length % size == 0)
-            raise ConfigError(f"method.block: must divide the length {space.length}, got {self.block}; allowed: {fits}")
-        return BD3LM(self, space, backbone)
 
 
 def block_mask(length: int, block: int) -> Bool[Tensor, "M M"]:
@@ -64,7 +57,7 @@ def block_mask(length: int, block: int) -> Bool[Tensor, "M M"]:
     return torch.cat([noisy, clean])
 
 
-class BD3LM(Method):
+class BD3LM(Method, config=BD3LMConfig):
     """p(x) = prod over blocks b of p(x_b | x_<b), each factor a masked diffusion of the block (N = L / block of them).
 
     Training is one pass over [xt ; x0], with positions 0..L-1 in both halves and the attention of `block_mask`, so that
@@ -79,6 +72,11 @@ class BD3LM(Method):
     backbone: Any  # one that has `attend` and `extend`
 
     def __init__(self, config: BD3LMConfig, space: TokenSpace, backbone: BackboneConfig):
+        if space.length % config.block:
+            fits = ", ".join(str(size) for size in range(1, space.length + 1) if space.length % size == 0)
+            raise ConfigError(
+                f"method.block: must divide the length {space.length}, got {config.block}; allowed: {fits}"
+            )
         super().__init__(config, space, backbone)
         self.blocks = space.length // config.block
         self.register_buffer("attend", block_mask(space.length, config.block), persistent=False)
@@ -87,23 +85,16 @@ class BD3LM(Method):
     def features(self, xt: Tokens, x0: Tokens) -> Float[Tensor, "B L K"]:
         """Features of every xt^l given its block of xt and earlier blocks of x0. One network call."""
         both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
-        h: Tensor = self.backbone(both, t, attend=self.attend, positions=self.positions).h
-        return h[:, : self.space.length]
+        return self.backbone(both, t, attend=self.attend, positions=self.positions).h[:, : self.space.length]
 
-    def block_nll(self, x0: Tokens, xt: Tokens) -> tuple[Float[Tensor, "B N"], Bool[Tensor, ""] | None]:
-        """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats, and `Scores.valid`."""
-        h, valid = self.features(xt, x0), None
-        if self.config.head_chunk:
-            total, target, valid = self.scores(h, x0, xt == self.space.mask_id)
-            nll = total - target
-        else:
-            nll = -log_chosen(subs(self.backbone.read(h), xt, self.space.mask_id), x0)
-        return nll.unflatten(1, (self.blocks, -1)).sum(-1), valid
+    def block_nll(self, x0: Tokens, xt: Tokens) -> Float[Tensor, "B N"]:
+        """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats."""
+        log_token = self.log_token(self.features(xt, x0), xt, x0, xt == self.space.mask_id)
+        return -log_token.unflatten(1, (self.blocks, -1)).sum(-1)
 
     def times(self, rows: int, rng: Rng, low: float = 0.0) -> Float[Tensor, "B N"]:
         """A time for each block, one in each of rows * blocks equal strata."""
-        count, generator = rows * self.blocks, rng.stream("time", shared=True)
-        return stratified_times(count, generator, low=low, rank=rng.rank, world=rng.world).view(rows, self.blocks)
+        return stratified_times(rows * self.blocks, rng, low).view(rows, self.blocks)
 
     def mask(self, x0: Tokens, t: Float[Tensor, "B N"], rng: Rng) -> Tokens:
         """Mask each block with the alpha of its own time."""
@@ -116,12 +107,11 @@ class BD3LM(Method):
         t = self.times(len(x0), rng, self.config.t_low)
         xt = self.mask(x0, t, rng)
         with dropout_from(self, rng.stream("dropout")):
-            nll, valid = self.block_nll(x0, xt)
+            nll = self.block_nll(x0, xt)
         total = (self.config.schedule.elbo_weight(t) * nll).sum(-1).mean() / self.space.length
-        return Loss(total, {"loss": total}, valid, self.refusal())
+        return self.as_loss(total, {}, xt == self.space.mask_id)
 
     def likelihoods(self) -> tuple[str, ...]:
-        """Bounds for few steps per block, and for many."""
         return "bound@1", "bound@4", "nelbo"
 
     @torch.no_grad()
@@ -135,18 +125,12 @@ class BD3LM(Method):
         if likelihood.kind not in ("nelbo", "bound"):
             raise ConfigError(f"likelihood: 'bd3lm' has no {likelihood}; ask for nelbo or bound@T (T steps per block)")
         t, weight = weighted_times(self.config.schedule, self.times(len(x0), rng).double(), likelihood.steps)
-        return (weight * self.block_nll(x0, self.mask(x0, t, rng))[0].double()).sum(-1)
+        return (weight * self.block_nll(x0, self.mask(x0, t, rng)).double()).sum(-1)
 
     @torch.no_grad()
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
         """Fill blocks from left to right, each by a T-step reverse chain on the grid t_i = i / T.
 
         `nfe` = T * L / block network calls in all. Keys and values of finished blocks are kept, which is exact, because
@@ -167,28 +151,24 @@ class BD3LM(Method):
             block = slice(number * size, (number + 1) * size)
             for step in grid(self.config.schedule, nfe // self.blocks):
                 chain.at(step.number)
-                log_x_theta = subs(self._read_block(x, block, cache), x[:, block], mask_id)
-                streams = {"reveal": chain.stream("reveal"), "token": chain.stream("token")}
-                new, revealed = unmask_step(log_x_theta, x[:, block], step.alpha_s, step.alpha_t, mask_id, **streams)
-                x[:, block] = new
+                old = x[:, block]
+                log_x_theta = subs(self._read_block(x, block, cache), old, mask_id)
+                reveal = draw_revealed(old, step.alpha_s, step.alpha_t, mask_id, chain.stream("reveal"))
+                x[:, block] = torch.where(reveal, draw_categorical(log_x_theta, chain.stream("token")), old)
                 if on_step is not None:
                     event = torch.zeros_like(x, dtype=torch.bool)
-                    event[:, block] = revealed
+                    event[:, block] = reveal
                     left = (self.blocks - number - 1) * (nfe // self.blocks) + step.number
                     on_step(StepEvent(left, step.time, x.clone(), event, None))
         return x
 
-    def _read_block(self, x: Int[Tensor, "n L"], block: slice, cache: Any) -> Float[Tensor, "n S V"]:
+    def _read_block(self, x: Tokens, block: slice, cache: Any) -> Float[Tensor, "B S V"]:
         """Logits of a block given those before it. One network call.
 
         The block that was finished last enters the cache with the first call of the next one, on [finished ; noisy]:
         the finished half sees itself and earlier blocks, the noisy half everything. It takes no call of its own.
         """
-        start = cache.length  # all blocks but the last finished one
-        number = torch.arange(block.stop, device=x.device) // self.config.block
-        attend = number[start:, None] >= number
-        size = self.config.block
-        logits: Tensor = self.backbone.extend(
-            x[:, start : block.stop], cache, attend=attend, keep=block.start - start, last=size
-        )
-        return logits
+        start, size = cache.length, self.config.block  # all blocks but the last finished one are in the cache
+        number = torch.arange(block.stop, device=x.device) // size
+        some = {"attend": number[start:, None] >= number, "keep": block.start - start, "last": size}
+        return self.backbone.extend(x[:, start : block.stop], cache, **some)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
@@ -37,15 +37,10 @@ class SEDDConfig(MethodConfig, kind="sedd"):
     t_low: float = option(1e-3, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
     def needs(self) -> Needs:
-        """A network that reads the time, since ratios depend on it."""
         return Needs(time=True)
 
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> SEDD:
-        """Make the method."""
-        return SEDD(self, space, backbone)
 
-
-class SEDD(Method):
+class SEDD(Method, config=SEDDConfig):
     """Scores s_y of all symbols y at each masked position, in place of the probabilities of x0.
 
     Loss at time t: sigma'(t) * sum over masked l of [sum_y s_y - r log s_x0 + r (log r - 1)].
@@ -72,18 +67,17 @@ class SEDD(Method):
 
     def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
         """Mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged apart."""
-        generator = rng.stream("time", shared=True)
-        t = stratified_times(len(x0), generator, low=self.config.t_low, rank=rng.rank, world=rng.world)
+        t = stratified_times(len(x0), rng, self.config.t_low)
         xt = mask_tokens(x0, self.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
-            loss, recon, valid = self.score_loss(x0, xt, t)
-        total, recon = (value.mean() / self.space.length for value in (loss, recon))
-        return Loss(total, {"loss": total, "recon": recon, "excess": total - recon}, valid, self.refusal())
+            losses = self.score_loss(x0, xt, t)
+        total, recon = (value.mean() / self.space.length for value in losses)
+        return self.as_loss(total, {"recon": recon, "excess": total - recon}, xt == self.space.mask_id)
 
-    def score_loss(self, x0: Tokens, xt: Tokens, t: PerRow) -> tuple[PerRow, PerRow, Bool[Tensor, ""] | None]:
-        """The loss of each row in nats, its part (1 / t) * masked NLL of s / sum s, and `Scores.valid`."""
+    def score_loss(self, x0: Tokens, xt: Tokens, t: PerRow) -> tuple[PerRow, PerRow]:
+        """The loss of each row in nats, and its part (1 / t) * masked NLL of s / sum s."""
         masked = xt == self.space.mask_id
-        total, target, valid = self.scores(self.backbone(xt, t).h, x0, masked)
+        total, target = self.scores(self.backbone(xt, t).h, x0, masked)
         sigma = self.sigma(t)
         scale = log_scale(sigma, self.space.size)[:, None].to(total.dtype)
         entropy = score_entropy(total - scale, target - scale, sigma)
@@ -91,10 +85,9 @@ class SEDD(Method):
         loss = slope * torch.where(masked, entropy, 0.0).sum(-1)
         with torch.no_grad():
             recon = self.schedule.elbo_weight(t).to(total.dtype) * torch.where(masked, total - target, 0.0).sum(-1)
-        return loss, recon, valid
+        return loss, recon
 
     def likelihoods(self) -> tuple[str, ...]:
-        """The bound of its score entropy."""
         return ("nelbo",)
 
     @torch.no_grad()
@@ -110,20 +103,14 @@ class SEDD(Method):
         """
         if likelihood.kind != "nelbo":
             raise ConfigError(f"likelihood: sedd has nelbo only, the bound of its score entropy, not {likelihood}")
-        t = stratified_times(len(x0), rng.stream("time", shared=True), rank=rng.rank, world=rng.world)
+        t = stratified_times(len(x0), rng)
         xt = mask_tokens(x0, 1 - t, self.space.mask_id, rng.stream("mask"))
         return self.score_loss(x0, xt, t)[0].double()
 
     @torch.no_grad()
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
         """The analytic (Tweedie) sampler on the grid t_i = i / T with exactly `nfe` network calls.
 
         The last step goes from t_1 = 1 / T to 0 and is the denoiser, with the mask's probability removed. The authors'
@@ -148,15 +135,10 @@ def log_scale(sigma: PerRow, size: int) -> PerRow:
 def score_entropy(
     log_total: Float[Tensor, "B L"], log_target: Float[Tensor, "B L"], sigma: PerRow
 ) -> Float[Tensor, "B L"]:
-    """sum_y s_y - r log s_x0 + r (log r - 1) of a masked position, r = 1 / (e^sigma - 1); y is any symbol but the mask.
+    """sum_y s_y - r log s_x0 + r (log r - 1) of a masked position from log sum_y s_y and log s_x0, y not the mask.
 
-    Zero if s is r at x0 and zero elsewhere, positive otherwise. Written with c = sum_y s_y / r and x_theta = s / (r c)
-    it is r [-log x_theta(x0) + (c - 1 - log c)], which is how it is computed: the terms of size r log r cancel.
-
-    Args:
-        log_total: log sum_y s_y.
-        log_target: log s_x0.
-        sigma: Noise of each row.
+    Zero if s is r = 1 / (e^sigma - 1) at x0 and zero elsewhere, positive otherwise. Written with c = sum_y s_y / r and
+    x_theta = s / (r c) it is r [-log x_theta(x0) + (c - 1 - log c)]; computed so, the terms of size r log r cancel.
     """
     log_r = -torch.log(torch.expm1(sigma))[:, None].to(log_total.dtype)
     return log_r.exp() * (torch.exp(log_total - log_r) - 1 - (log_target - log_r))
