@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square
-from steps import masks
+from steps import masks, scramble
 from torch import Tensor
 
 from emoe.backbones.dit import DiTConfig
@@ -30,7 +30,7 @@ def sizes(**other: object) -> DiTConfig:
 
 
 @pytest.fixture
-def method(scramble) -> AR:
+def method() -> AR:
     return scramble(ARConfig().build(SPACE, sizes()).double(), 5)
 
 

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
-from steps import masks, ramp_of, randn
+from steps import masks, ramp_of, randn, scramble
 
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.layers import SHORT, Attention, time_features
@@ -55,7 +55,7 @@ def test_wrong_shapes_are_refused_while_testing():
 
 
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1])
-def test_attention_is_softmax_of_scaled_products_at_every_length(scramble, length: int):
+def test_attention_is_softmax_of_scaled_products_at_every_length(length: int):
     layer, x = scramble(Attention(8, 2).double(), 0), randn(2, length, 8)
     q, k, v = (part.view(2, length, 2, 4) for part in layer.qkv(x).split(8, -1))
     weights = torch.softmax(torch.einsum("blhc,bmhc->bhlm", q, k) / 2, -1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square
 from references import CosineSchedule
-from steps import generator, masks
+from steps import generator, masks, scramble
 from torch import Tensor
 
 from emoe.backbones.dit import DiTConfig
@@ -35,14 +35,9 @@ def sizes(**other: object) -> DiTConfig:
     return DiTConfig(**(small | other))
 
 
-@pytest.fixture
-def build(scramble):
-    """A factory of tiny methods in float64; equal seeds give equal weights, whatever the block."""
-
-    def make(block: int, *, space: TokenSpace = SPACE, seed: int = 5, **other: object) -> BD3LM:
-        return scramble(BD3LMConfig(block=block, **other).build(space, sizes()).double(), seed)
-
-    return make
+def build(block: int, *, space: TokenSpace = SPACE, seed: int = 5, **other: object) -> BD3LM:
+    """Equal seeds give equal weights, whatever the block."""
+    return scramble(BD3LMConfig(block=block, **other).build(space, sizes()).double(), seed)
 
 
 def number(rows: Tensor) -> Tensor:
@@ -145,7 +140,9 @@ class Exact:
 
 def logits_of(method: BD3LM, xt: Tensor, x0: Tensor) -> Tensor:
     """Logits of xt in the training pass on [xt ; x0]."""
-    return method.backbone.read(method.features(xt, x0))
+    both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0))
+    logits = method.backbone.predict(both, t, attend=method.attend, positions=method.positions).logits
+    return logits[:, : xt.shape[1]]
 
 
 def without_cache(method: BD3LM) -> BD3LM:
@@ -170,7 +167,7 @@ def test_the_mask_is_its_definition(length: int, block: int):
         assert mask[q, k].item() == want, (q, k)
 
 
-def test_blocks_depend_on_their_noisy_self_and_clean_earlier_blocks_only(build):
+def test_blocks_depend_on_their_noisy_self_and_clean_earlier_blocks_only():
     """Blocks of two: logits of a block move with its own xt and with x0 of earlier blocks, and with nothing else."""
     space = TokenSpace(size=3, mask_id=1, length=6)
     method = build(2, space=space)
@@ -188,7 +185,7 @@ def test_blocks_depend_on_their_noisy_self_and_clean_earlier_blocks_only(build):
 # --- Loss and likelihoods ----------------------------------------------------------------------------------------
 
 
-def test_one_block_is_mdlm(build, scramble):
+def test_one_block_is_mdlm():
     """With block = L: loss, gradients, likelihoods and samples of MDLM with the same weights and streams."""
     for schedule in (None, CosineSchedule()):
         more = {"t_low": 0.1} | ({} if schedule is None else {"schedule": schedule})
@@ -209,7 +206,7 @@ def test_one_block_is_mdlm(build, scramble):
         assert torch.equal(method.sample(x, 3, Rng(5)), plain.sample(x, 3, Rng(5).fork("block", 0)))
 
 
-def test_every_block_has_a_time_of_its_own_in_a_stratum_of_its_own(build):
+def test_every_block_has_a_time_of_its_own_in_a_stratum_of_its_own():
     method = build(2)
     t = method.times(50, Rng(0).at(1), 0.2)
     assert t.shape == (50, 2) and ((t > 0.2) & (t <= 1)).all()
@@ -219,7 +216,7 @@ def test_every_block_has_a_time_of_its_own_in_a_stratum_of_its_own(build):
     assert torch.equal(halves, t)
 
 
-def test_the_loss_is_the_weighted_sum_over_blocks(build):
+def test_the_loss_is_the_weighted_sum_over_blocks():
     """Against one network call for each block behind its prefix."""
     method, rows = build(2), CLEAN[[3, 9, 14]]
     exact, rng = Exact(method), Rng(7).at(0)
@@ -235,7 +232,7 @@ def test_the_loss_is_the_weighted_sum_over_blocks(build):
 
 
 @pytest.mark.parametrize("block", [1, 2, 4])
-def test_bounds_hold_and_are_tight_where_nothing_is_lost(build, block: int):
+def test_bounds_hold_and_are_tight_where_nothing_is_lost(block: int):
     for seed in range(3):
         exact = Exact(build(block, seed=seed))
         for steps in (1, 2, 3):
@@ -250,7 +247,7 @@ def test_bounds_hold_and_are_tight_where_nothing_is_lost(build, block: int):
 
 
 @pytest.mark.parametrize("block", [2, 4])
-def test_estimates_have_the_enumerated_means(build, block: int):
+def test_estimates_have_the_enumerated_means(block: int):
     method = build(block)
     exact = Exact(method)
     for name, want in (("nelbo", exact.nelbo()), ("bound@1", exact.bound(1)), ("bound@3", exact.bound(3))):
@@ -260,7 +257,7 @@ def test_estimates_have_the_enumerated_means(build, block: int):
         assert abs(draws.mean() - want.mean()) < 4 * error + 1e-12, name
 
 
-def test_unknown_likelihoods_are_refused(build):
+def test_unknown_likelihoods_are_refused():
     method = build(2)
     assert method.likelihoods() == ("bound@1", "bound@4", "nelbo")
     assert estimate_nll(method, CLEAN, Likelihood.parse("nelbo"), repeats=3).stderr > 0
@@ -275,7 +272,7 @@ def test_unknown_likelihoods_are_refused(build):
 
 
 @pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
-def test_the_sampler_has_the_law(build, block: int, each: int):
+def test_the_sampler_has_the_law(block: int, each: int):
     method = build(block)
     rows = method.sample(masks(method, 10_000), each * SPACE.length // block, Rng(2))
     assert (rows != MASK).all()
@@ -283,7 +280,7 @@ def test_the_sampler_has_the_law(build, block: int, each: int):
 
 
 @pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (6, 4), (12, 5)])
-def test_the_cache_changes_no_token(build, block: int, each: int):
+def test_the_cache_changes_no_token(block: int, each: int):
     space = TokenSpace(size=5, mask_id=1, length=12)
     cached, plain, steps = build(block, space=space), without_cache(build(block, space=space)), each * 12 // block
     given = torch.tensor([0, 2, 3, 4])[torch.randint(4, (200, 12), generator=generator(1))]
@@ -304,13 +301,13 @@ def test_blocks_draw_noise_of_their_own():
 
 
 @pytest.mark.parametrize(("block", "steps"), [(2, 2), (2, 6), (4, 1), (4, 3), (1, 4), (1, 8)])
-def test_steps_are_network_calls(build, block: int, steps: int):
+def test_steps_are_network_calls(block: int, steps: int):
     method = build(block)
     assert draw(method, 7, steps, seed=1, batch=3).nfe == steps  # `draw` compares the calls with the steps
     assert draw(method, 2, steps, given=torch.tensor([[0, 2, 1, 1], [0, 0, 2, 2]])).nfe == steps
 
 
-def test_steps_that_do_not_fit_the_blocks_are_refused(build):
+def test_steps_that_do_not_fit_the_blocks_are_refused():
     method = build(2)
     assert method.config.allowed_nfe(range(1, 7), 4) == (2, 4, 6)
     for steps in (0, 1, 3, 5):
@@ -320,7 +317,7 @@ def test_steps_that_do_not_fit_the_blocks_are_refused(build):
         build(1).sample(masks(method, 1), 6, Rng(0))
 
 
-def test_given_tokens_stay_and_blocks_depend_on_those_before_them(build):
+def test_given_tokens_stay_and_blocks_depend_on_those_before_them():
     """A given prefix is continued from the conditional; a token of a later block is kept and not used before it."""
     method, n = build(2), 10_000
     exact = Exact(method)
@@ -337,7 +334,7 @@ def test_given_tokens_stay_and_blocks_depend_on_those_before_them(build):
     assert torch.allclose(later, whole.view(4, 4).sum(1), atol=1e-14)
 
 
-def test_events_cover_whole_rows(build):
+def test_events_cover_whole_rows():
     events: list[StepEvent] = []
     given = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     rows = build(2).sample(given, 4, Rng(3), on_step=events.append)
@@ -365,7 +362,7 @@ def test_networks_and_blocks_that_do_not_fit_are_refused():
         BD3LMConfig(block=2).build(SPACE, TransformerConfig())
 
 
-def test_nothing_but_weights_is_saved(build):
+def test_nothing_but_weights_is_saved():
     method = build(2)
     assert set(method.state_dict()) == {name for name, _ in method.named_parameters()}
 

@@ -18,7 +18,7 @@ from emoe.methods.masked import MaskedDiffusion
 from emoe.ramps import Constant
 from emoe.rng import Rng
 from emoe.routing.compare import CompareConfig
-from emoe.routing.latent import RouteLatent, load_balance, routing_entropy, usage_shortfall
+from emoe.routing.latent import RouteLatent
 from emoe.routing.routes import draw, greedy, paired, replay, sharpened
 from emoe.types import Gate, Route
 
@@ -235,17 +235,13 @@ def test_clean_pass_cut_at_the_last_router_is_free(tiny):
 # --- Load balance and the log ------------------------------------------------------------------------------------
 
 
-def test_load_balance_usage_and_entropy_by_hand():
-    even, share = torch.full((3, 4), 0.25).double(), torch.tensor([0.5, 0.25, 0.25, 0.0]).double()
-    assert torch.allclose(load_balance(even, even), torch.ones(3).double())  # even
-    assert load_balance(*2 * [torch.eye(4)[0]]).item() == 4  # one expert takes all
-    chance = torch.softmax(randn(4, seed=24), 0)
-    assert load_balance(chance, share).item() == pytest.approx(4 * (chance * share).sum().item(), abs=1e-14)
-    entropy = 1.5 * math.log(2)
-    assert usage_shortfall(share, 1.5).item() == pytest.approx(1.5 - entropy, abs=1e-14)
-    assert usage_shortfall(share, entropy - 0.01).item() == 0
-    assert routing_entropy(torch.zeros(2, 3, 5)).item() == pytest.approx(math.log(5), abs=1e-6)
-    assert routing_entropy(torch.tensor([0.0, 500, 0]).expand(2, 3, 3)).item() == pytest.approx(0, abs=1e-6)
+def test_imbalance_is_one_in_even_use_and_the_number_of_experts_where_one_takes_all():
+    even = torch.zeros(1, 4, 4).double()
+    one, first, spread = even + 1e3 * torch.eye(4)[0], torch.zeros(1, 4).long(), torch.arange(4)[None]
+    for post, route, switch, entropy in ((even, spread, 1.0, math.log(4)), (one, first, 4.0, 0.0)):
+        latent = RouteLatent((post,), (even,), (route,))
+        assert latent.imbalance(None).item() == pytest.approx(switch)
+        assert latent.imbalance(1.0).item() == pytest.approx(max(0.0, 1.0 - entropy))
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4, 4), (8, 2, 6)])
@@ -263,8 +259,8 @@ def test_statistics_of_all_blocks_are_those_of_each(sizes: tuple[int, ...]):
         for got, want in (
             (at, kl), (stats.kl[:, d], kl.sum(1)), (stats.chance[d], q.exp().mean((0, 1))),
             (stats.used[d], counts / counts.sum().double()), (log[f"usage/block{d + 1}"], stats.used[d]),
-            (stats.post_entropy[d], routing_entropy(post[d])),
-            (log[f"prior_entropy/block{d + 1}"], routing_entropy(prior[d])),
+            (stats.post_entropy[d], -(q.exp() * q).sum(-1).mean()),
+            (log[f"prior_entropy/block{d + 1}"], -(p.exp() * p).sum(-1).mean()),
             (log[f"route_kl/block{d + 1}"], kl.mean()), (log[f"route_kl_at/block{d + 1}"], kl.mean(0)),
         ):  # fmt: skip
             assert torch.allclose(got, want, atol=1e-14)

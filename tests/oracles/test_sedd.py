@@ -10,12 +10,13 @@ import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square, gauss_legendre, single
 from references import tweedie_distribution
-from steps import generator, masks, randn
+from steps import masks, randn
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
+from emoe.diffusion.times import GridStep
 from emoe.experiment import customise
 from emoe.methods import sedd
 from emoe.methods.sedd import SEDD, SEDDConfig, log_scale, score_entropy, tweedie_step
@@ -133,13 +134,13 @@ def test_analytic_step_is_tweedies_formula(mask_id: int):
 def test_drawn_steps_follow_the_analytic_distribution(
     alpha_s: float, shift: float, at_once: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sedd, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(sedd, "AT_ONCE", at_once)
     n, alpha_t, xt = 60_000, 0.3, torch.tensor([[2, 0]])
     scaled = randn(1, 2, 4, seed=1) + shift - log_scale(torch.tensor([-math.log(alpha_t)]).double(), 4)
     log_s = scaled.scatter(-1, xt[..., None], 0.0)
     probs = tweedie_distribution(log_s, xt, -math.log(alpha_s), -math.log(alpha_t), 2)[0, 0]
     many = log_s.expand(n, -1, -1), xt.expand(n, -1)
-    xs, revealed = tweedie_step(*many, alpha_s, alpha_t, 2, generator(2), generator(3))
+    xs, revealed = tweedie_step(*many, GridStep(1, 1.0, alpha_s, alpha_t), 2, Rng(2))
     assert (xs[:, 1] == 0).all() and torch.equal(revealed, torch.stack([xs[:, 0] != 2, torch.zeros(n).bool()], 1))
     assert (probs[2] == 0) == (alpha_s == 1 or shift > 0)
     assert chi_square(torch.bincount(xs[:, 0], minlength=4), probs) > ALPHA

@@ -57,10 +57,7 @@ def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: 
 def rotate(
     x: Float[Tensor, "B L H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
 ) -> Float[Tensor, "B L H C"]:
-    """Turn each pair (x_r, x_{r+R}) of a head by its angle (the half-split convention), in the precision of the angles.
-
-    Products of a turned query and a turned key depend on their positions through the difference alone.
-    """
+    """Turn each pair (x_r, x_{r+R}) of a head by its angle (half-split convention), in the precision of the angles."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

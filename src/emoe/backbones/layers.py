@@ -14,15 +14,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.backbones.base import at_least_single
 from emoe.config import Config, ConfigError, option
 from emoe.kernels import compiled
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
 from emoe.types import Features, Gate, PerRow, Route, RouterLogits
 
 
-def at_least_single(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """x in single or double precision."""
-    return x if x.dtype == torch.float64 else x.float()
+def zeroed(layer: nn.Module) -> Any:
+    """The layer with weights and bias at zero."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
 
 
 def silu_mlp(*sizes: int) -> nn.Sequential:
@@ -113,11 +116,7 @@ class RouterConfig(Config):
 
 
 class Router(nn.Linear):
-    """A linear router over experts.
-
-    It starts at zero by default: all experts are equally likely, and posterior and prior agree, until there is a
-    reason for them not to (docs/decisions/0015-initialisation.md).
-    """
+    """A linear router over experts, which starts at zero by default (docs/decisions/0015-initialisation.md)."""
 
     def __init__(self, width: int, experts: int, config: RouterConfig):
         super().__init__(width, experts, bias=config.bias)
@@ -142,11 +141,7 @@ class Router(nn.Linear):
 
 @compiled
 def _shaped(
-    x: Float[Tensor, "*N E"],
-    weight: Float[Tensor, " E"] | None,
-    bias: Float[Tensor, " E"] | None,
-    eps: float,
-    cap: float | None,
+    x: Float[Tensor, "*N E"], weight: Tensor | None, bias: Tensor | None, eps: float, cap: float | None
 ) -> Float[Tensor, "*N E"]:
     """LayerNorm over few numbers, for which the library's kernels are not made, and a soft cap."""
     if weight is not None and bias is not None:
@@ -155,14 +150,11 @@ def _shaped(
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def drop_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps. The backward of a slice fills a tensor, so nothing is sliced needlessly."""
-    return rows[gate.keep_from :] if gate.keep_from else rows
-
-
-def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
-    rows = drop_rows(rows, gate)
+def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate | None) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps, each as often as the gate holds draws for it; all of them without a gate."""
+    if gate is None:
+        return rows
+    rows = rows[gate.keep_from :] if gate.keep_from else rows  # the backward of a slice fills a tensor
     return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
 
 
@@ -183,30 +175,35 @@ class RoutedMLP(nn.Module):
     """The feed-forward part of a block: a router and the experts it chooses from."""
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        experts: int,
-        dispatch: Dispatch,
-        router: RouterConfig,
-        activation: Activation = "gelu",
+        self, width: int, hidden: int, experts: int, dispatch: Dispatch, router: RouterConfig, act: Activation = "gelu"
     ):
         super().__init__()
         self.router = Router(width, experts, router)
-        self.experts = RoutedExperts(width, hidden, experts, dispatch, activation)
+        self.experts = RoutedExperts(width, hidden, experts, dispatch, act)
 
-    def route(self, x: Float[Tensor, "B P K"], flow: Flow) -> Gate:
-        """The policy's choice for the router's logits of x; both are added to the flow."""
+    def forward(self, x: Float[Tensor, "B P K"], flow: Flow) -> tuple[Float[Tensor, "_B P K"], Gate]:
+        """What the experts of the policy's gate add to the rows that it keeps, and the gate, which the flow notes."""
         if flow.policy is None:
             raise ValueError("a routed backbone needs a route policy")
         flow.logits.append(self.router(x))
-        flow.gates.append(flow.policy(len(flow.gates), flow.logits[-1]))
-        return flow.gates[-1]
+        gate = flow.policy(len(flow.gates), flow.logits[-1])
+        flow.gates.append(gate)
+        return self.experts(x[gate.keep_from :] if gate.keep_from else x, gate), gate
 
 
-def mlp_of(config: Any, experts: int, activation: Activation = "gelu") -> nn.Module:
+class DenseMLP(nn.Sequential):
+    """The feed-forward part of a block without experts, called like a routed one."""
+
+    def __init__(self, width: int, hidden: int, act: Activation = "gelu"):
+        gelu = nn.GELU("tanh" if act == "gelu-tanh" else "none")
+        super().__init__(nn.Linear(width, hidden), gelu, nn.Linear(hidden, width))
+
+    def forward(self, input: Float[Tensor, "B P K"], flow: Flow | None = None) -> tuple[Float[Tensor, "B P K"], None]:
+        return super().forward(input), None
+
+
+def mlp_of(config: Any, experts: int, act: Activation = "gelu") -> nn.Module:
     """The feed-forward part of a block in the sizes of a config: with routed experts, or dense where there are none."""
     if experts:
-        return RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router, activation)
-    gelu = nn.GELU("tanh" if activation == "gelu-tanh" else "none")
-    return nn.Sequential(nn.Linear(config.width, config.hidden), gelu, nn.Linear(config.hidden, config.width))
+        return RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router, act)
+    return DenseMLP(config.width, config.hidden, act)

@@ -11,24 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import (
-    Attention,
-    Flow,
-    RoutedMLP,
-    RouterConfig,
-    drop_rows,
-    mlp_of,
-    repeat_rows,
-    silu_mlp,
-    time_features,
-)
+from emoe.backbones.layers import Attention, Flow, RouterConfig, mlp_of, repeat_rows, silu_mlp, time_features
 from emoe.config import option
 from emoe.routing.experts import Dispatch
 from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
-# With the default of 1 a token's own embedding drowns what attention adds, so that its router sees little of the
-# others; at 0.02 some runs did not find their latent at all (docs/decisions/0015-initialisation.md).
-EMBEDDING_STD = 0.2
+EMBEDDING_STD = 0.2  # with 1 a router sees little of the other tokens (docs/decisions/0015-initialisation.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +59,8 @@ class Block(nn.Module):
     def forward(self, h: Float[Tensor, "B L K"], flow: Flow) -> Float[Tensor, "_B L K"]:
         """Features of the rows that the gate keeps."""
         h = h + self.attention(self.attention_norm(h))
-        u = self.mlp_norm(h)
-        if not isinstance(self.mlp, RoutedMLP):
-            return h + self.mlp(u)
-        gate = self.mlp.route(u, flow)
-        return repeat_rows(h, gate) + self.mlp.experts(drop_rows(u, gate), gate)
+        out, gate = self.mlp(self.mlp_norm(h), flow)
+        return repeat_rows(h, gate) + out
 
 
 class Trunk(nn.Module):
@@ -103,7 +88,6 @@ class Trunk(nn.Module):
         marks: Positions | None = None,
         route: Route | None = None,
     ) -> Features:
-        """See `Backbone.forward`."""
         dtype, flow = self.token.weight.dtype, Flow(route)
         h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
         if self.cond is not None:

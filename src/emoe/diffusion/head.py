@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.kernels import compiled_always
-from emoe.types import Positions, Tokens
+from emoe.types import PerToken, Positions, Tokens
 
 ALIGNED = 8  # symbols; rows of 16-bit logits that are not aligned make products on a GPU three times as slow
 MIN_ROWS = 64  # from which on the masked share of a batch is close enough to a half to be relied on
@@ -32,16 +32,15 @@ def total_and_target(
     scored: Positions,
     chunk: int,
     room: float = 1.0,
-) -> tuple[Float[Tensor, "B L"], Float[Tensor, "B L"]]:
+) -> tuple[PerToken, PerToken]:
     """log sum_y exp(a_y) and a_target of the logits a = W h + b, at scored positions; 0 at the others.
 
     Logits are computed for `chunk` positions at a time, in the forward and again in the backward pass: chunk * V
     numbers are held instead of several times B * L * V. Values and gradients are those of all at once, in the precision
     of autocast where it is on. Entries of -inf in the bias take no part in the sum.
 
-    With `room` < 1 logits are computed for that share of all positions, a fixed number, into which the scored ones are
-    moved: what a CUDA graph captures must not depend on the data. A step in which more are scored must be refused
-    (`has_room`). In batches of few rows, whose masked share varies, and with `room` = 1 all logits are computed.
+    With `room` < 1 and from `MIN_ROWS` rows on, logits are computed for that share of all positions, into which the
+    scored ones are moved (docs/decisions/0023-masked-logits.md); a step without `has_room` must be refused.
     """
     if room == 1 or len(target) < MIN_ROWS:
         values = _TotalAndTarget.apply(h.flatten(0, 1), weight, bias, target.flatten(), chunk)

@@ -56,11 +56,7 @@ def tiny_methods(only: str | None = None, seed: int = 0) -> dict[str, Method]:
 def verify(
     method: Method, rows: Int[Tensor, "n L"], *, steps: tuple[int, ...] = (1, 2, 4), seed: int = 0
 ) -> Iterator[Check]:
-    """All checks of a method whose law can be computed, for T in `steps`; likelihoods at each of the clean rows.
-
-    Raises:
-        ConfigError: The law cannot be computed; found before anything is run.
-    """
+    """All checks of a method for T in `steps`, likelihoods at each row; a `ConfigError` if it has no computable law."""
     check_chain(method)
     for count in steps:
         law = chain_law(method, count)

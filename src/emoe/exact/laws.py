@@ -1,8 +1,7 @@
 """Exact laws of small models: the law of the T-step chain from the components of its reverse steps.
 
-Letters as in `emoe.types`, and: R components of a mixture, C = V - 1 symbols other than the mask, M a set of masked
-positions. Tables over clean rows have the shape (C,) * L; their index skips the mask. Networks run in their own
-precision, all sums over routes, rows and steps in float64.
+R components of a mixture, C = V - 1 symbols other than the mask, M a set of masked positions. Tables over clean rows
+have the shape (C,) * L; their index skips the mask. Networks run in their own precision, all sums in float64.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from torch import Tensor
 from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.diffusion.masking import reveal_probability
-from emoe.diffusion.samplers import GridStep, grid
 from emoe.diffusion.schedule import Schedule
-from emoe.diffusion.times import grid_times
+from emoe.diffusion.times import GridStep, grid, grid_times
 from emoe.methods.base import Method
 from emoe.rng import derive_seed
 
@@ -43,10 +41,8 @@ def conditionals(method: Method, t: float, *, samples: int | None = None, **how:
     mask = torch.tensor([space.mask_id])
     symbols = torch.tensor([v for v in range(space.size) if v != space.mask_id])
     tables: dict[Pattern, Tensor] = {}
-    for pattern in itertools.product((False, True), repeat=space.length):
+    for pattern in list(itertools.product((False, True), repeat=space.length))[1:]:
         positions = [position for position, masked in enumerate(pattern) if masked]
-        if not positions:
-            continue
         rows = torch.cartesian_prod(*(mask if masked else symbols for masked in pattern)).view(-1, space.length)
         each = None if samples is None else max(1, samples // len(rows))
         law = method.components(rows.to(device), t, samples=each, **how)
@@ -61,11 +57,7 @@ def conditionals(method: Method, t: float, *, samples: int | None = None, **how:
 
 
 def check_chain(method: Method) -> Schedule:
-    """The schedule of the method's reverse chain, if its law can be computed.
-
-    Raises:
-        ConfigError: It has no such chain, or its tables are too large.
-    """
+    """The schedule of the method's reverse chain; a `ConfigError` if its law cannot be computed."""
     if method.chain_schedule is None:
         raise ConfigError(f"exact: {method.label} has no chain of factorised steps, so its law is not known here")
     space = method.space
@@ -79,17 +71,14 @@ def check_chain(method: Method) -> Schedule:
 
 
 @torch.no_grad()
-def chain_laws(
-    method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any
-) -> dict[int, Float[Tensor, "..."]]:
+def chain_laws(method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any) -> dict[int, Table]:
     """Law of the sampler's rows for each number of steps T, a table (C,) * L: Algo. 2 from all masks, t_i = i/T.
 
     Let m_M be the law of the rows whose masks are M. A step with reveal probability a moves, for every S in M,
 
         m_{M - S} += a^|S| (1 - a)^|M - S| sum over x^(M - S) of m_M p(x^M | x^(not M); t).
 
-    The network is run once for a time that several grids share (1, 2, 4, ... are nested); `tick` is told of each. `how`
-    goes to `Method.components`.
+    The network is run once for each time, which nested grids (1, 2, 4, ...) share. `how` goes to `Method.components`.
     """
     schedule = check_chain(method)
 
@@ -108,21 +97,13 @@ def chain_law(method: Method, steps: int, **how: Any) -> Table:
     return chain_laws(method, [steps], **how)[steps]
 
 
-def exact_laws(
-    method: Method,
-    nfe: Iterable[int],
-    *,
-    repeats: int = REPEATS,
-    samples: int = SAMPLES,
-    seed: int = 0,
-    tick: Tick | None = None,
-) -> dict[int, Float[Tensor, "R ..."]]:
-    """Laws of the T-step sampler for each T: one, or `repeats` independent ones where the latent has to be drawn."""
+def exact_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
+    """Laws of the T-step sampler for each T, stacked: one, or `REPEATS` where the latent has to be drawn."""
     nfe = sorted(nfe)
     if not method.draws_components:
         return {steps: law[None] for steps, law in chain_laws(method, nfe, tick=tick).items()}
-    seeds = [derive_seed(seed, "repeat", repeat) for repeat in range(repeats)]
-    again = [chain_laws(method, nfe, tick=tick, samples=samples, seed=each) for each in seeds]
+    seeds = [derive_seed(seed, "repeat", repeat) for repeat in range(REPEATS)]
+    again = [chain_laws(method, nfe, tick=tick, samples=SAMPLES, seed=each) for each in seeds]
     return {steps: torch.stack([laws[steps] for laws in again]) for steps in nfe}
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError
 from emoe.diffusion.categorical import draw_categorical
-from emoe.diffusion.samplers import OnStep
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, PerRow, StepEvent, Tokens
+from emoe.types import Likelihood, Loss, Needs, OnStep, PerRow, PerToken, Ramps, StepEvent, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ class AR(Method, config=ARConfig):
     label, colour = "AR", "#79706e"
     backbone: Any  # a causal one, with `extend`
 
-    def token_nll(self, x0: Tokens) -> Float[Tensor, "B L"]:
+    def token_nll(self, x0: Tokens) -> PerToken:
         """-log p(x^l | x^<l) of every token, in nats. One network call."""
         shifted = torch.cat([torch.full_like(x0[:, :1], self.space.mask_id), x0[:, :-1]], 1)
         h = self.backbone(shifted, torch.zeros(len(x0), device=x0.device)).h
@@ -57,7 +54,7 @@ class AR(Method, config=ARConfig):
         logits = self.backbone.read(h)
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """Mean NLL in nats per token."""
         with dropout_from(self, rng.stream("dropout")):
             total = self.token_nll(x0).mean()
@@ -79,8 +76,7 @@ class AR(Method, config=ARConfig):
     ) -> Tokens:
         """Draw token after token in float64, with a cache of keys and values; one network call per token, given or not.
 
-        Given tokens must come first in their row, each row with as many as it likes: then the others are drawn from
-        p(others | given) exactly. Tokens to the right of a mask cannot be given: p(x^l | x^<l) does not see them.
+        Given tokens must come first in their row: then the others are drawn from p(others | given) exactly.
         """
         length, mask_id = self.space.length, self.space.mask_id
         if nfe != length:

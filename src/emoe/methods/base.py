@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import Config, ConfigError, Family, option
 from emoe.diffusion.head import has_room, total_and_target
 from emoe.diffusion.masking import log_chosen, subs
-from emoe.diffusion.samplers import OnStep
 from emoe.diffusion.schedule import Schedule
 from emoe.ramps import Ramp
 from emoe.rng import Rng
-from emoe.types import Likelihood, Logits, Loss, Mixture, Needs, PerRow, Tokens, TokenSpace
+from emoe.types import Likelihood, Loss, Mixture, Needs, OnStep, PerRow, PerToken, Positions, Ramps, Tokens, TokenSpace
 
 BUDGET = 200_000  # most components times rows in one call of `components`
 LATE = 10**9  # a step at which every ramp has reached its end
@@ -34,10 +33,7 @@ class SamplerConfig(Config):
         doc="plain: logits of all positions; reveal-first: of revealed positions only, the same law with less work",
     )
     nucleus: float = option(
-        1.0,
-        doc="probability of the most likely symbols that tokens are drawn from; 1 = all, the model",
-        above=0,
-        high=1,
+        1.0, doc="probability of the most likely symbols that tokens are drawn from; 1: all, the model", above=0, high=1
     )
 
 
@@ -117,7 +113,7 @@ class Method(nn.Module, ABC):
         self.backbone = backbone.build(space, config.needs())
 
     @abstractmethod
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """Loss of a batch of clean rows, in nats per token."""
 
     @abstractmethod
@@ -137,15 +133,11 @@ class Method(nn.Module, ABC):
         """
 
     def check_sampler(self, sampler: SamplerConfig) -> None:
-        """Whether the method can draw like this.
-
-        Raises:
-            ConfigError: It has a sampler of its own.
-        """
+        """Raise a `ConfigError` if the method cannot draw like this."""
         if sampler != PLAIN:
             raise ConfigError(f"sampler: {self.label} has a sampler of its own; use plain with nucleus 1")
 
-    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Logits:
+    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
         """log p(x0 | xt, z) with z from the prior, or its most likely value; see `Run.log_probs`."""
         raise ConfigError(f"log_probs: {self.label} does not predict masked tokens independently")
 
@@ -156,14 +148,9 @@ class Method(nn.Module, ABC):
     def components(
         self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
     ) -> Mixture:
-        """The exact law of one reverse step, p(x0 | xt), as a finite mixture.
+        """The exact law of one reverse step, p(x0 | xt), as a finite mixture of at most `budget` components times rows.
 
-        Args:
-            xt: Noisy rows.
-            t: Their time.
-            budget: Largest number of components times rows that is not refused.
-            samples: Latents to draw for each row where the mixture is continuous and cannot be integrated.
-            seed: Seed of these latents.
+        Where it is continuous and cannot be integrated, it is that of `samples` latents for each row, drawn by `seed`.
         """
         raise ConfigError(f"exact: {self.label} has no exact law; ask for a bound instead")
 
@@ -180,12 +167,8 @@ class Method(nn.Module, ABC):
         """The values that the ramps have after training."""
         return {name: torch.tensor(ramp(LATE, LATE), device=device) for name, ramp in self.ramps.items()}
 
-    # --- The head, all at once or in parts (`head_chunk`) ----------------------------------------------------------
-
-    def scores(
-        self, h: Float[Tensor, "N L K"], x0: Int[Tensor, "N L"], scored: Bool[Tensor, "N L"]
-    ) -> tuple[Float[Tensor, "N L"], Float[Tensor, "N L"]]:
-        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere."""
+    def scores(self, h: Float[Tensor, "B L K"], x0: Tokens, scored: Positions) -> tuple[PerToken, PerToken]:
+        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere; in parts with `head_chunk`."""
         if self.config.head_chunk:
             weight, bias = self.backbone.head_weights()
             return total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, self._room)
@@ -193,9 +176,7 @@ class Method(nn.Module, ABC):
         both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
         return torch.where(scored, both[0], 0.0), torch.where(scored, both[1], 0.0)
 
-    def log_token(
-        self, h: Float[Tensor, "N L K"], xt: Int[Tensor, "N L"], x0: Int[Tensor, "N L"], scored: Bool[Tensor, "N L"]
-    ) -> Float[Tensor, "N L"]:
+    def log_token(self, h: Float[Tensor, "B L K"], xt: Tokens, x0: Tokens, scored: Positions) -> PerToken:
         """log x_theta(x0) at scored positions, which are masked in xt; 0 elsewhere."""
         if self.config.head_chunk:
             total, target = self.scores(h, x0, scored)
@@ -203,7 +184,7 @@ class Method(nn.Module, ABC):
         log_x_theta = subs(self.backbone.read(h), xt, self.space.mask_id)
         return torch.where(scored, log_chosen(log_x_theta, x0), 0.0)
 
-    def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Bool[Tensor, "N L"]) -> Loss:
+    def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Positions) -> Loss:
         """The loss of a step, to be refused if the head has no room for all scored positions."""
         refusal = f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
         return Loss(total, {"loss": total, **log}, has_room(scored, self._room), refusal)

@@ -7,7 +7,7 @@ with T calls per block instead of first-hitting times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,11 @@ from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
 from emoe.diffusion.categorical import draw_categorical
 from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
-from emoe.diffusion.samplers import OnStep, grid
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times, weighted_times
+from emoe.diffusion.times import grid, stratified_times, weighted_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, PerRow, StepEvent, Tokens, TokenSpace
+from emoe.types import Likelihood, Loss, Needs, OnStep, PerRow, Ramps, StepEvent, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +59,9 @@ def block_mask(length: int, block: int) -> Bool[Tensor, "M M"]:
 class BD3LM(Method, config=BD3LMConfig):
     """p(x) = prod over blocks b of p(x_b | x_<b), each factor a masked diffusion of the block (N = L / block of them).
 
-    Training is one pass over [xt ; x0], with positions 0..L-1 in both halves and the attention of `block_mask`, so that
-    block b is predicted from its noisy self and clean earlier blocks, for all blocks at once. Each block has a time of
-    its own, which the network does not see. With block = L it is MDLM; with block = 1 and one step per block it is
-    autoregressive.
+    Training is one pass over [xt ; x0] with the attention of `block_mask`: block b is predicted from its noisy self and
+    clean earlier blocks, for all blocks at once. Each block has a time of its own, which the network does not see. With
+    block = L it is MDLM; with block = 1 and one step per block it is autoregressive.
     """
 
     label, colour = "BD3-LM", "#9c755f"
@@ -82,15 +80,11 @@ class BD3LM(Method, config=BD3LMConfig):
         self.register_buffer("attend", block_mask(space.length, config.block), persistent=False)
         self.register_buffer("positions", torch.arange(space.length).repeat(2), persistent=False)
 
-    def features(self, xt: Tokens, x0: Tokens) -> Float[Tensor, "B L K"]:
-        """Features of every xt^l given its block of xt and earlier blocks of x0. One network call."""
-        both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
-        return self.backbone(both, t, attend=self.attend, positions=self.positions).h[:, : self.space.length]
-
     def block_nll(self, x0: Tokens, xt: Tokens) -> Float[Tensor, "B N"]:
-        """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats."""
-        log_token = self.log_token(self.features(xt, x0), xt, x0, xt == self.space.mask_id)
-        return -log_token.unflatten(1, (self.blocks, -1)).sum(-1)
+        """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats. One network call."""
+        both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
+        h = self.backbone(both, t, attend=self.attend, positions=self.positions).h[:, : self.space.length]
+        return -self.log_token(h, xt, x0, xt == self.space.mask_id).unflatten(1, (self.blocks, -1)).sum(-1)
 
     def times(self, rows: int, rng: Rng, low: float = 0.0) -> Float[Tensor, "B N"]:
         """A time for each block, one in each of rows * blocks equal strata."""
@@ -102,7 +96,7 @@ class BD3LM(Method, config=BD3LMConfig):
         blocks = mask_tokens(x0.reshape(len(keep), -1), keep, self.space.mask_id, rng.stream("mask"))
         return blocks.view(x0.shape)
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """Mean over rows of sum over blocks of w(t_b) * masked NLL, divided by L."""
         t = self.times(len(x0), rng, self.config.t_low)
         xt = self.mask(x0, t, rng)
@@ -119,8 +113,7 @@ class BD3LM(Method, config=BD3LMConfig):
         """One draw of (t_b, xt_b) for each block of each row, summed over blocks; nats per row.
 
         nelbo: w(t_b) * masked NLL, t_b ~ U(0, 1], bounds the NLL in the limit of many steps per block. bound@T:
-        T * a_i * masked NLL for a step i uniform in 1..T, with a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i), bounds
-        the NLL of the sampler with T steps **in each block**, which makes T * L / block network calls.
+        T * a_i * masked NLL (see `weighted_times`) bounds the NLL of the sampler with T steps **in each block**.
         """
         if likelihood.kind not in ("nelbo", "bound"):
             raise ConfigError(f"likelihood: 'bd3lm' has no {likelihood}; ask for nelbo or bound@T (T steps per block)")
@@ -131,12 +124,10 @@ class BD3LM(Method, config=BD3LMConfig):
     def sample(
         self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
     ) -> Tokens:
-        """Fill blocks from left to right, each by a T-step reverse chain on the grid t_i = i / T.
+        """Fill blocks from left to right, each by a T-step reverse chain; `nfe` = T * L / block network calls in all.
 
-        `nfe` = T * L / block network calls in all. Keys and values of finished blocks are kept, which is exact, because
-        they never see later ones. A block sees given tokens of its own and of earlier blocks, not of later ones, so
-        only a given prefix makes it a sampler of the model's conditional, and inside a block as much as in any masked
-        diffusion.
+        Keys and values of finished blocks are kept, which is exact, because they never see later ones. For the same
+        reason a block does not see tokens that are given in later blocks.
         """
         size, mask_id = self.config.block, self.space.mask_id
         if nfe < 1 or nfe % self.blocks:
@@ -165,8 +156,8 @@ class BD3LM(Method, config=BD3LMConfig):
     def _read_block(self, x: Tokens, block: slice, cache: Any) -> Float[Tensor, "B S V"]:
         """Logits of a block given those before it. One network call.
 
-        The block that was finished last enters the cache with the first call of the next one, on [finished ; noisy]:
-        the finished half sees itself and earlier blocks, the noisy half everything. It takes no call of its own.
+        The block before it enters the cache with its first call, on [finished ; noisy]: the finished half sees itself
+        and earlier blocks, the noisy half everything.
         """
         start, size = cache.length, self.config.block  # all blocks but the last finished one are in the cache
         number = torch.arange(block.stop, device=x.device) // size

@@ -27,9 +27,9 @@ from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing import compare
 from emoe.routing.compare import CompareConfig
-from emoe.routing.latent import RouteLatent, describe_collapse, enumerate_routes, load_balance, usage_shortfall
+from emoe.routing.latent import RouteLatent, describe_collapse, enumerate_routes
 from emoe.routing.routes import draw, paired, sharpened
-from emoe.types import Mixture, Needs, Noised, RowLoss, Tokens, TokenSpace
+from emoe.types import Mixture, Needs, Noised, PerRow, Ramps, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         if config.compare is not None and config.compare.sum_last:
             compare.check_sum_last(self.backbone, backbone.kind)
 
-    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
+    def infer(self, noised: Noised, ramp: Ramps, rng: Rng) -> Inferred:
         """Both passes as one call on [x0; xt]: the clean half draws z, both halves run it (Algo. 1, lines 5-8).
 
         Router logits of the clean half are the posterior, those of the noisy half along the same z the prior.
@@ -104,21 +104,23 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         routes = tuple(gate.expert[-len(log_token) :, :, 0] for gate in out.gates)
         return self.inferred(log_token, RouteLatent(post, prior, routes))
 
-    def objective(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> tuple[RowLoss, Inferred]:
+    def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
         """With `compare` the loss over several draws of z."""
         if self.config.compare is None:
             return super().objective(noised, ramp, rng)
         log_token, latent = compare.both_passes(self, noised, rng, draws=self.config.compare.draws)
-        rows, effective = compare.compare_draws(self, noised, log_token, latent, self.kl_weight(noised, ramp))
-        return rows, self.inferred(log_token, latent, effective_draws=effective)
+        beta = self.kl_weight(noised, ramp)
+        loss, recon, kl, effective = compare.compare_draws(self, noised, log_token, latent, beta)
+        return loss, recon, kl, self.inferred(log_token, latent, effective_draws=effective)
 
     def inferred(self, log_token: Float[Tensor, "N L"], latent: RouteLatent, **log: Tensor) -> Inferred:
         """A posterior pass with its auxiliary loss, the KL beyond the free nats and the log."""
         log = latent.log(by_position=self.backbone.routes_tokens) | log
-        return Inferred(log_token, latent, self._balance(latent), self._beyond_free(latent.stats.kl), log)
+        aux = self.config.balance * latent.imbalance(self.config.usage_floor) if self.config.balance else None
+        return Inferred(log_token, latent, aux, self._beyond_free(latent.stats.kl), log)
 
-    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
-        """The weight of the route KL, 1 in the paper's experiments (App. B.1), times w(t)^p."""
+    def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
+        """The ramp's weight, 1 in the paper's experiments (App. B.1), times w(t)^p."""
         if self.config.kl_time_power == Constant(value=0.0):
             return ramp["kl_weight"]
         return ramp["kl_weight"] * noised.weight ** ramp["kl_time_power"]
@@ -131,20 +133,11 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         # The limit is on the mean over the batch: on each row it would also free rows that need no nats.
         return (kl * (kl.mean(0) > free).to(kl.dtype)).sum(-1)
 
-    def _balance(self, latent: RouteLatent) -> Float[Tensor, ""] | None:
-        if not self.config.balance:
-            return None
-        if self.config.usage_floor is None:
-            return self.config.balance * load_balance(latent.stats.chance, latent.stats.used).mean()
-        return self.config.balance * usage_shortfall(latent.chance(), self.config.usage_floor).mean()
-
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
         """The policy that draws each route from its router, sharpened by `route_tau` (Algo. 2, line 3)."""
         return {"route": sharpened(rng.stream("route"), 0.0 if step.greedy else self.config.route_tau)}
 
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
+    def components(self, xt: Tokens, t: float, *, budget: int = BUDGET, **_: Any) -> Mixture:
         """One component for each choice of routes in all blocks but the last, which is summed out."""
         if not self.backbone.local_last_block:
             raise ConfigError("exact: routes in the last block of this backbone move other positions; ask for a bound")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.categorical import AT_ONCE, draw_categorical, top_p
 from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
-from emoe.diffusion.samplers import READ_AT_ONCE, OnStep, grid, top_p
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times, weighted_times
+from emoe.diffusion.times import grid, stratified_times, weighted_times
 from emoe.methods.base import BUDGET, PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Features, Gate, Likelihood, Loss, Mixture, Noised, PerRow, Positions, RowLoss, StepEvent, Tokens
+from emoe.types import Features, Likelihood, Loss, Mixture, Noised, OnStep, PerRow, Positions, Ramps, StepEvent, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +91,9 @@ class MaskedDiffusion(Method):
         steps = 0 if likelihood is None else likelihood.steps
         t, weight = weighted_times(schedule, t if likelihood is None else t.double(), steps)
         xt = mask_tokens(x0, schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
-        return Noised(x0, xt, t.float(), xt == self.space.mask_id, weight, float(max(steps, 1)))
+        return Noised(x0, xt, t.float(), xt == self.space.mask_id, weight)
 
-    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
+    def infer(self, noised: Noised, ramp: Ramps, rng: Rng) -> Inferred:
         """Posterior pass (Algo. 1, lines 5-8) with one draw of z. Without a latent it is the prior pass."""
         step = ReverseStep(noised.xt, noised.t, noised.scored)
         return Inferred(self.predict(noised, noised.xt, noised.t, **self.prior(step, rng))[0], NoLatent(noised.t))
@@ -104,7 +102,7 @@ class MaskedDiffusion(Method):
         """Inputs of the network beside x_t and t: z ~ p(z | x_t), or a policy that draws it (Algo. 2, line 3)."""
         return {}
 
-    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
+    def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
         """Weight of the KL in the training loss."""
         return ramp.get("kl_weight", torch.zeros_like(noised.t))
 
@@ -119,22 +117,21 @@ class MaskedDiffusion(Method):
         noised = noised.repeated(len(out.h) // len(noised.x0))
         return self.log_token(out.h, noised.xt, noised.x0, noised.scored), out
 
-    def objective(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> tuple[RowLoss, Inferred]:
-        """w(t) * masked NLL + weight * KL of each row in training."""
+    def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
+        """recon + weight * KL of each row in training, recon = w(t) * masked NLL, the KL, and the posterior pass."""
         out = self.infer(noised, ramp, rng)
         recon, kl = noised.weight * -out.log_token.sum(-1), out.latent.kl()
         counted = kl if out.train_kl is None else out.train_kl
-        return RowLoss(recon + self.kl_weight(noised, ramp) * counted, recon, kl), out
+        return recon + self.kl_weight(noised, ramp) * counted, recon, kl, out
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """One step of Algo. 1: mean over rows of [w(t) * masked NLL + weight * KL] / L (Eq. 6, 9), plus aux.
 
-        Reconstruction and KL are both sums over the sequence in nats and are divided by L together: dividing only
-        one of them changes the balance and collapses the latent.
+        Both are sums over the sequence in nats; dividing only one of them by L would collapse the latent.
         """
         noised = self.noise(x0, rng)
         with dropout_from(self, rng.stream("dropout")):
-            rows, out = self.objective(noised, ramp, rng)
+            *rows, out = self.objective(noised, ramp, rng)
         total, recon, kl = (value.mean() / self.space.length for value in rows)
         log = {"recon": recon, "kl": kl, **out.log}
         if out.aux is not None:
@@ -146,18 +143,16 @@ class MaskedDiffusion(Method):
     def chain_schedule(self) -> Schedule:
         return self.config.schedule
 
-    # --- Likelihoods -----------------------------------------------------------------------------------------------
-
     def likelihoods(self) -> tuple[str, ...]:
         return "objective", "bound@1", "bound@4", "iw@1,16" if self.has_latent else "nelbo"
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """One draw of (t, xt, z) per row, times stratified over the batch; nats per row.
+        """One draw of (t, xt, z) per row; see docs/likelihood.md.
 
         objective, nelbo: w(t) * masked NLL (+ KL). bound@T (Eq. 6): T * [a_i * masked NLL + KL]. iw@T,K: T * -log of
-        the mean over z_k ~ q of p(z_k | xt) / q(z_k | x0, xt) * prod over l in R of p(x0^l | xt, z_k), where R, the set
-        that the step reveals, is drawn like the sampler draws it. The K draws are one call.
+        the mean over z_k ~ q of p(z_k | xt) / q(z_k | x0, xt) * prod over l in R of p(x0^l | xt, z_k), with a drawn set
+        R of positions that the step reveals.
         """
         if likelihood.kind not in ("objective", "nelbo", "bound", "iw"):
             raise ConfigError(f"likelihood: {likelihood} is not estimated by draws")
@@ -170,13 +165,13 @@ class MaskedDiffusion(Method):
         if draws:  # R: each masked position with probability a_i = weight / T
             u = torch.rand(x0.shape, generator=rng.stream("reveal"), device=x0.device, dtype=torch.float64)
             revealed = noised.scored & (u < (noised.weight / steps)[:, None])
-            noised = dataclasses.replace(noised, scored=revealed).repeated(draws)
+            noised = replace(noised, scored=revealed).repeated(draws)
         out = self.infer(noised, self.final_ramp(x0.device), rng)
         nll = -out.log_token.sum(-1).double()
         if draws:
             log_weight = (out.latent.log_ratio().double() - nll).view(-1, draws)
             return steps * (math.log(draws) - log_weight.logsumexp(-1))
-        return noised.weight * nll + (0 if likelihood.kind == "nelbo" else noised.kl_weight * out.latent.kl().double())
+        return noised.weight * nll + (0 if likelihood.kind == "nelbo" else max(steps, 1) * out.latent.kl().double())
 
     @torch.no_grad()
     def components(
@@ -196,8 +191,6 @@ class MaskedDiffusion(Method):
         out = self.backbone(xt, step.t, **self.prior(step, rng))
         return subs(self.backbone.read(out.h), xt, self.space.mask_id)
 
-    # --- Algorithm 2 -----------------------------------------------------------------------------------------------
-
     def check_sampler(self, sampler: SamplerConfig) -> None:
         """Every sampler is supported."""
 
@@ -207,9 +200,8 @@ class MaskedDiffusion(Method):
     ) -> Tokens:
         """Algo. 2 from x on the grid t_i = i / T with a fresh latent at every step.
 
-        Whether a position is revealed does not depend on the network, so it is drawn first. "plain" runs all rows and
-        draws a token at every position; "reveal-first" runs the rows of which something is revealed and draws tokens at
-        these positions only. Both have the same law; their noise is laid out differently.
+        "plain" runs all rows and draws a token at every position; "reveal-first" runs the rows of which something is
+        revealed and draws tokens at these positions only. Both have the same law; their noise is laid out differently.
         """
         mask_id, plain = self.space.mask_id, sampler.kind == "plain"
         for step in grid(self.config.schedule, nfe):
@@ -226,7 +218,7 @@ class MaskedDiffusion(Method):
                     log_x = top_p(subs(self.backbone.read(out.h), x, mask_id), sampler.nucleus)
                     x = torch.where(reveal, draw_categorical(log_x, rng.stream("token")), x)
                 else:
-                    logits = (top_p(self.backbone.read(h), sampler.nucleus) for h in out.h[part].split(READ_AT_ONCE))
+                    logits = (top_p(self.backbone.read(h), sampler.nucleus) for h in out.h[part].split(AT_ONCE))
                     tokens = [draw_categorical(some, rng.stream("token")) for some in logits]
                     x = x.masked_scatter(reveal, torch.cat(tokens))
             if on_step is not None:
@@ -244,5 +236,5 @@ def _of_all_rows(latent: Any, run: Int[Tensor, " n"], count: int) -> Any:
         return rows
 
     if isinstance(latent, tuple):
-        return tuple(Gate(spread(gate.expert, -1), spread(gate.weight, 0)) for gate in latent)
+        return tuple(replace(gate, expert=spread(gate.expert, -1), weight=spread(gate.weight, 0)) for gate in latent)
     return None if latent is None else spread(latent, 0)

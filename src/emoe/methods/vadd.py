@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,14 +13,15 @@ from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.config import option
+from emoe.diffusion.categorical import each_component
 from emoe.diffusion.masking import subs
-from emoe.diffusion.quadrature import NODES, each_component, gaussian_grid, gaussian_points
 from emoe.methods.base import BUDGET
 from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng, derive_seed
-from emoe.types import Mixture, Needs, Noised, RowLoss, Tokens, TokenSpace
+from emoe.types import Mixture, Needs, Noised, PerRow, Ramps, Tokens, TokenSpace
 
+NODES = {1: 2_000, 2: 60}  # points of the trapezoid rule in each dimension of a latent of that size
 SAMPLES = 4_096  # latents drawn for the fully masked row where Z is too large for quadrature
 
 
@@ -81,11 +81,11 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         self.encoder = backbone.build_encoder(space, config.needs())
         self.draws_components = config.latent not in NODES
 
-    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
+    def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
         """lambda, or lambda * (-alpha' / (1 - alpha)) with `elbo_weighted`."""
         return ramp["kl_weight"] * noised.weight if self.config.elbo_weighted else ramp["kl_weight"]
 
-    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng, draws: int = 1) -> Inferred:
+    def infer(self, noised: Noised, ramp: Ramps, rng: Rng, draws: int = 1) -> Inferred:
         """z from the encoder's Gaussian, which sees x0, t and the mask pattern of xt; `draws` of them for each row."""
         parameters = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id)
         if draws > 1:
@@ -94,7 +94,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         latent = GaussianLatent(mean, log_std, self._noise(mean, rng))
         return Inferred(self.predict(noised, noised.xt, noised.t, cond=latent.z)[0], latent)
 
-    def objective(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> tuple[RowLoss, Inferred]:
+    def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
         """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
 
         beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda
@@ -109,7 +109,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         beta = self.kl_weight(noised, ramp).clamp(min=0.01)
         value = log_ratio - recon / (beta[:, None] if beta.ndim else beta)
         loss = -beta * (value.logsumexp(1) - math.log(draws))
-        return RowLoss(loss, recon.mean(1), kl.mean(1)), out
+        return loss, recon.mean(1), kl.mean(1), out
 
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
         """z ~ N(0, I)."""
@@ -137,3 +137,17 @@ class VADD(MaskedDiffusion, config=VADDConfig):
     @staticmethod
     def _noise(like: Float[Tensor, "B Z"], rng: Rng) -> Float[Tensor, "B Z"]:
         return torch.randn(like.shape, generator=rng.stream("latent"), device=like.device, dtype=like.dtype)
+
+
+def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Tensor, " R"]]:
+    """Points and log-weights of the trapezoid rule on [-9, 9]^Z for a mean over N(0, I), `nodes` in each dimension."""
+    x = torch.linspace(-9, 9, nodes, dtype=torch.float64)
+    log_weight = torch.log_softmax(-x.square() / 2, 0)
+    points = torch.cartesian_prod(*[x] * size).view(-1, size)
+    return points, torch.cartesian_prod(*[log_weight] * size).view(-1, size).sum(-1)
+
+
+def gaussian_points(count: int, size: int, seed: int) -> Float[Tensor, "R Z"]:
+    """`count` scrambled Sobol points mapped to N(0, I): each is a fair draw, together they are spread evenly."""
+    uniform = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(count, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))

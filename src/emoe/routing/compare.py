@@ -1,8 +1,9 @@
 """Learning the posterior by comparing several draws of the latent, instead of through relaxed gates.
 
-Three estimators (reweighted wake-sleep, VIMCO, leave-one-out), positions that choose routes in turn, and a last block
-that is summed out. Shapes: B rows, K draws of each (N = B * K rows, the draws of a row one after the other), G groups
-of positions that are compared separately (1: the row as a whole). For draw k
+Three estimators (reweighted wake-sleep, VIMCO, leave-one-out) whose gradients need no relaxation of the draws and whose
+values mean nothing, positions that choose routes in turn, and a last block that is summed out. Shapes: B rows, K draws
+of each (N = B * K rows, the draws of a row one after the other), G groups of positions that are compared separately (1:
+the row as a whole). For draw k
 
     f_k = w(t) log p(x0 | xt, z_k),  r_k = log p(z_k | xt),  s_k = log q(z_k | x0),
 
@@ -25,7 +26,7 @@ from emoe.diffusion.masking import log_chosen, subs
 from emoe.rng import Rng
 from emoe.routing.latent import RouteLatent
 from emoe.routing.routes import draw, each_expert, paired, takes_turn
-from emoe.types import Noised, PerRow, RowLoss
+from emoe.types import Noised, PerRow
 
 Draws = Float[Tensor, "B K G"]
 Beta = Float[Tensor, "..."] | float
@@ -47,9 +48,6 @@ class CompareConfig(Config):
     )
 
 
-# --- Estimators: their gradients need no relaxation of the draws; their values mean nothing -------------------------
-
-
 def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
     """w_k proportional to exp(f_k / beta) p(z_k) / q(z_k), which sum to one over the draws; no gradient."""
     return torch.softmax((f / torch.as_tensor(beta).clamp(min=SMALLEST_BETA) + r - s).detach(), dim=1)
@@ -58,8 +56,8 @@ def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
 def wake_sleep(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
     """Reweighted wake-sleep (Bornschein & Bengio 2015): -sum_k w_k (f_k + beta r_k + s_k), summed over groups.
 
-    Network and prior follow the gradient of beta log sum_z p(z) exp(f / beta) (the log-likelihood itself for
-    beta = 1 and t = 1), the posterior that of KL(p(z | x0, xt) || q); both are consistent as K grows.
+    As K grows, network and prior follow the gradient of beta log sum_z p(z) exp(f / beta) (the log-likelihood itself
+    for beta = 1 and t = 1), the posterior that of KL(p(z | x0, xt) || q).
     """
     return -(wake_sleep_weights(f, r, s, beta) * (f + beta * r + s)).sum((1, 2))
 
@@ -90,18 +88,10 @@ def leave_one_out(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
 ESTIMATORS = {"wake-sleep": wake_sleep, "vimco": vimco, "leave-one-out": leave_one_out}
 
 
-def effective_draws(weights: Draws) -> Float[Tensor, ""]:
-    """Mean effective sample size 1 / sum_k w_k^2 of normalised weights, between 1 and K."""
-    return (1 / weights.square().sum(1)).mean()
-
-
-# --- Training and inference ----------------------------------------------------------------------------------------
-
-
 def compare_draws(
     method: Any, noised: Noised, log_token: Float[Tensor, "N L"], latent: RouteLatent, beta: Tensor
-) -> tuple[RowLoss, Float[Tensor, ""]]:
-    """recon + beta * KL of each row over its K draws, with the gradient of the estimator; and the effective draws."""
+) -> tuple[PerRow, PerRow, PerRow, Float[Tensor, ""]]:
+    """recon + beta * KL of each row with the estimator's gradient; recon; KL; the effective draws 1 / sum_k w_k^2."""
     config: CompareConfig = method.config.compare
     rows = len(noised.x0)
     f = noised.weight[:, None, None] * log_token.unflatten(0, (rows, config.draws))
@@ -113,7 +103,7 @@ def compare_draws(
     weight = beta[:, None, None] if beta.ndim else beta
     surrogate = ESTIMATORS[config.estimator](f, r, s, weight)
     loss = (recon + beta * kl).detach() + (surrogate - surrogate.detach())
-    return RowLoss(loss, recon, kl), effective_draws(wake_sleep_weights(f, r, s, weight))
+    return loss, recon, kl, (1 / wake_sleep_weights(f, r, s, weight).square().sum(1)).mean()
 
 
 def both_passes(method: Any, noised: Noised, rng: Rng, *, draws: int) -> tuple[Float[Tensor, "N L"], RouteLatent]:
@@ -137,19 +127,16 @@ def both_passes(method: Any, noised: Noised, rng: Rng, *, draws: int) -> tuple[F
     for d, logits in enumerate(out.route_logits[:blocks]):
         clean, noisy = logits.chunk(2)
         clean = torch.where(takes_turn(d, turns, clean)[:, None], clean, noisy) if turns else clean
-        repeat = draws if d == 0 else 1  # the first router reads each row once
-        for side, values in ((post, clean), (prior, noisy)):
-            side.append(values.repeat_interleave(repeat, dim=0) if repeat > 1 else values)
+        if d == 0 and draws > 1:  # the first router reads each row once
+            clean, noisy = (side.repeat_interleave(draws, dim=0) for side in (clean, noisy))
+        post.append(clean)
+        prior.append(noisy)
     routes = tuple(gate.expert[-len(log_token) :, :, 0] for gate in out.gates[:blocks])
     return log_token, RouteLatent(tuple(post), tuple(prior), routes, last)
 
 
 def turns_of(method: Any) -> int:
-    """The number of blocks in which positions choose their routes in turn; 0: all of them in every block.
-
-    Routes of one block are independent given the earlier blocks, and the prior of a block reads those. So positions of
-    different blocks are coded one after the other, and what an earlier one has said costs a later one nothing.
-    """
+    """Blocks in which positions choose routes in turn (docs/decisions/0017-positions-code-in-turn.md), or 0."""
     return max(1, method.backbone.routed_blocks - 1) if method.config.compare.in_turn else 0
 
 
@@ -167,15 +154,8 @@ def _log_routes(method: Any, latent: RouteLatent) -> tuple[Float[Tensor, "N G"],
     return r, s
 
 
-# --- A last block that is summed out --------------------------------------------------------------------------------
-
-
 def check_sum_last(backbone: Any, kind: str) -> None:
-    """Whether the last block of a backbone can be summed out.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raise a `ConfigError` if the last block of a backbone cannot be summed out."""
     if backbone.routed_blocks < 2:
         raise ConfigError("compare.sum_last: a network of one routed block has nothing left to draw; use false")
     if not backbone.local_last_block:

@@ -12,14 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.diffusion.categorical import categorical_kl
+from emoe.diffusion.categorical import categorical_kl, each_component
 from emoe.diffusion.masking import NEG_INF, subs
-from emoe.diffusion.quadrature import each_component
 from emoe.kernels import compiled
 from emoe.routing.routes import each_expert
-from emoe.types import Gate, Mixture, RouterLogits, Tokens
-
-COLLAPSED_USAGE, COLLAPSED_KL = 0.1, 1e-4  # nats: entropy of usage, and route KL per position, below which it is dead
+from emoe.types import Gate, Mixture, Tokens
 
 
 class RouteStats(NamedTuple):
@@ -66,10 +63,17 @@ class RouteLatent:
         pairs = zip(self.log_probs(self.prior), self.log_probs(self.post), strict=True)
         return torch.stack([(p.double() - q.double()).sum(-1) for p, q in pairs]).sum(0)
 
-    def chance(self) -> Float[Tensor, "_D E"]:
-        """Mean router probabilities of every block: of the posterior, and of a last block that is summed out."""
-        last = () if self.last is None else (torch.softmax(self.last, -1).mean((0, 1))[None],)
-        return torch.cat([self.stats.chance, *last])
+    def imbalance(self, floor: float | None) -> Float[Tensor, ""]:
+        """Switch's loss E sum_e f_e P_e, f the share of positions sent to e and P its mean probability: from 1 to E.
+
+        With a `floor` instead max(0, floor - H(P)) in nats, in a last block that is summed out too. Means over blocks.
+        """
+        chance = self.stats.chance
+        if floor is None:
+            return (chance.shape[-1] * (self.stats.used * chance).sum(-1)).mean()
+        if self.last is not None:
+            chance = torch.cat([chance, torch.softmax(self.last, -1).mean((0, 1))[None]])
+        return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1)).mean()
 
     def log(self, *, by_position: bool) -> dict[str, Tensor]:
         """Per block: route KL (mean over positions, and at each), entropy of both routers, expert usage."""
@@ -83,9 +87,9 @@ class RouteLatent:
             log[f"prior_entropy/block{d + 1}"] = stats.prior_entropy[d]
             log[f"usage/block{d + 1}"] = stats.used[d]
         if self.last is not None:
-            number, last = len(self.post) + 1, self.last.detach()
-            log[f"prior_entropy/block{number}"] = routing_entropy(last)
-            log[f"usage/block{number}"] = torch.softmax(last, -1).mean((0, 1))
+            number, log_rho = len(self.post) + 1, torch.log_softmax(self.last.detach(), -1)
+            log[f"prior_entropy/block{number}"] = -(log_rho.exp() * log_rho).sum(-1).mean()
+            log[f"usage/block{number}"] = torch.softmax(self.last.detach(), -1).mean((0, 1))
         return log
 
 
@@ -115,25 +119,6 @@ def _stats(
     return kl_at, by_block(kl_at), mean(log_q.exp()), mean(one_hot), *entropies
 
 
-def load_balance(chance: Float[Tensor, "*D E"], used: Float[Tensor, "*D E"]) -> Float[Tensor, "*D"]:
-    """Switch loss E * sum_e f_e * P_e of a block: f = share of positions sent to e, P = mean router probability.
-
-    1 when experts are used evenly, E when one takes all.
-    """
-    return chance.shape[-1] * (used * chance).sum(-1)
-
-
-def usage_shortfall(chance: Float[Tensor, "*D E"], floor: float) -> Float[Tensor, "*D"]:
-    """max(0, floor - H(mean router distribution)) of a block, in nats: 0 as long as enough experts are in use."""
-    return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1))
-
-
-def routing_entropy(logits: RouterLogits) -> Float[Tensor, ""]:
-    """Mean entropy of the router's distribution over positions, in nats (0: certain, log E: indifferent)."""
-    log_rho = torch.log_softmax(logits, -1)
-    return -(log_rho.exp() * log_rho).sum(-1).mean()
-
-
 def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
     """A description of posterior collapse from one log record, with remedies; None if routes are in use.
 
@@ -147,9 +132,9 @@ def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
     entropy = [-sum(share * math.log(share) for share in row if share > 0) for row in shares]
     kl = [float(record[f"route_kl/block{block}"]) for block in blocks]
     where = f"in each of the blocks {', '.join(blocks)}" if len(blocks) > 1 else f"in block {blocks[0]}"
-    if all(nats < COLLAPSED_USAGE for nats in entropy):
+    if all(nats < 0.1 for nats in entropy):
         fault = f"one expert does nearly all the work {where} (entropy of usage at most {max(entropy):.2g} nats)"
-    elif all(nats < COLLAPSED_KL for nats in kl):
+    elif all(nats < 1e-4 for nats in kl):
         fault = f"routes carry no information about the clean row {where} (KL at most {max(kl):.2g} nats per position)"
     else:
         return None
