@@ -11,7 +11,7 @@ from steps import generator, gradients, noised, ramp_of, randn, scramble
 from torch import Tensor
 
 from emoe.backbones.attention import rotary_angles, rotate
-from emoe.backbones.base import active_parameters, total_parameters
+from emoe.backbones.base import total_parameters
 from emoe.backbones.dit import DiT, DiTConfig
 from emoe.backbones.layers import Dropout, Flow, RouterConfig, dropout_from
 from emoe.config import ConfigError
@@ -53,21 +53,6 @@ def batch(rows: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64) -> t
 
 
 # --- Sizes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "total", "active"),
-    [
-        (MDLMConfig(), 139_292_986, 139_292_986),
-        (EMoEConfig(experts=8), 536_051_002, 139_366_714),
-        (VADDConfig(latent=512), 256_492_986, 256_492_986),
-    ],
-    ids=["mdlm", "emoe", "vadd"],
-)
-def test_text_models_have_the_published_sizes(config, total: int, active: int):
-    with torch.device("meta"):
-        method = config.build(LM1B, DiTConfig())
-    assert (total_parameters(method), active_parameters(method)) == (total, active)
 
 
 def test_parts_have_the_published_sizes():
@@ -223,7 +208,7 @@ def test_the_encoder_marks_the_pattern_by_the_embedding_of_the_mask():
 # --- Positions and the cache -------------------------------------------------------------------------------------
 
 
-def test_rotation_is_half_split_and_products_depend_on_differences():
+def test_rotation_is_half_split():
     x = randn(1, 3, 1, 8)
     positions = torch.tensor([0, 1, 5])
     angles = rotary_angles(positions, 4, 10_000.0, torch.float64)
@@ -231,28 +216,6 @@ def test_rotation_is_half_split_and_products_depend_on_differences():
     turned = rotate(x, angles.cos(), angles.sin())
     want = turn(x, positions.double(), 10_000.0)
     assert torch.allclose(turned, want, atol=1e-14) and torch.equal(turned[0, 0, 0], x[0, 0, 0])
-    q, k = randn(1, 1, 1, 8, seed=1), randn(1, 1, 1, 8, seed=2)
-
-    def product(i: int, j: int) -> float:
-        at = [rotary_angles(torch.tensor([p]), 4, 10_000.0, torch.float64) for p in (i, j)]
-        return (rotate(q, at[0].cos(), at[0].sin()) * rotate(k, at[1].cos(), at[1].sin())).sum().item()
-
-    assert product(3, 7) == pytest.approx(product(103, 107), abs=1e-12)
-    assert abs(product(3, 7) - product(7, 3)) > 1e-3 and abs(product(3, 7) - product(3, 8)) > 1e-3
-
-
-def test_only_differences_of_positions_count():
-    net, (_, x, t) = network(), batch()
-
-    def run(x: Tensor, positions: Tensor) -> Tensor:
-        return net.predict(x, t, positions=positions).logits[..., OTHERS]
-
-    start, positions = run(x, torch.arange(6)), torch.arange(6)
-    assert torch.allclose(run(x, positions + 1000), start, atol=1e-10)
-    order = torch.tensor([3, 0, 5, 1, 4, 2])  # tokens move with their positions
-    assert torch.allclose(run(x[:, order], positions[order]), start[:, order], atol=1e-12)
-    for other in (2 * positions, positions.flip(0)):
-        assert (run(x, other) - start).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("chunks", [[1] * 6, [6], [2, 1, 3], [1, 5]], ids=str)
