@@ -92,12 +92,8 @@ def gradients(module: nn.Module, value: Tensor) -> dict[str, Tensor | None]:
 
 def flat(gradient: Mapping[str, Tensor | None], module: nn.Module) -> Tensor:
     """Gradients as one vector, zero where there are none."""
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten() if gradient[n] is None else gradient[n].flatten()
-            for n, p in module.named_parameters()
-        ]
-    )
+    parts = [(gradient[name], p) for name, p in module.named_parameters()]
+    return torch.cat([(torch.zeros_like(p) if slope is None else slope).flatten() for slope, p in parts])
 
 
 def assert_gradients(

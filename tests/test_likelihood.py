@@ -157,9 +157,6 @@ def test_importance_weighting_tightens_the_bound(tiny):
             assert values[-1].value - nll < 0.15 * (bound - nll)
 
 
-# --- Ramps -------------------------------------------------------------------------------------------------------
-
-
 def test_final_ramps_are_the_end_values(tiny):
     tau, power = Exponential(start=1.0, end=0.1, share=0.5), Linear(start=0.0, end=0.25, steps=1000)
     config = EMoEConfig(experts=2, relax_tau=tau, kl_weight=Decay(rate=0.01, floor=0.2), kl_time_power=power)
@@ -173,9 +170,6 @@ def test_likelihoods_use_the_ramps_of_the_end_of_training(tiny):
     method.infer = lambda noised, ramp, rng: seen.append(ramp) or inner(noised, ramp, rng)
     method.nll(Enumeration(method).clean, Likelihood("bound", 1), Rng(0))
     assert seen[0]["relax_tau"] == 2
-
-
-# --- Names and units ---------------------------------------------------------------------------------------------
 
 
 def test_likelihoods_are_parsed_and_printed():

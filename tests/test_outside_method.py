@@ -57,9 +57,6 @@ class CoinConfig(MaskedDiffusionConfig, kind="coin"):
     def variant(self):
         return "-fair", " (fair)"
 
-    def build(self, space, backbone):
-        return Coin(self, space, backbone)
-
 
 @dataclass(frozen=True)
 class Side:
@@ -80,7 +77,7 @@ class Side:
         return -math.log(2) - logsigmoid(torch.where(self.heads, self.logit, -self.logit))
 
 
-class Coin(MaskedDiffusion):
+class Coin(MaskedDiffusion, config=CoinConfig):
     label, colour, has_latent = "Coin", "#123456", True
 
     def __init__(self, config, space, backbone):

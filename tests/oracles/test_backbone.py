@@ -22,9 +22,6 @@ from emoe.types import StepEvent, TokenSpace
 TOY = TokenSpace(size=51, mask_id=50, length=2)
 
 
-# --- Sizes -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "total", "active"),
     [(MDLMConfig(), 434_866, 434_866), (EMoEConfig(), 2_280_898, 436_930), (VADDConfig(), 866_626, 866_626)],
@@ -42,9 +39,6 @@ def test_wrong_shapes_are_refused_while_testing():
         mask_tokens(torch.zeros(2, 4, dtype=torch.long), torch.ones(3), 1, torch.Generator())
 
 
-# --- The network -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1])
 def test_attention_is_softmax_of_scaled_products_at_every_length(length: int):
     layer, x = scramble(Attention(8, 2).double(), 0), randn(2, length, 8)
@@ -60,8 +54,6 @@ def test_time_features_are_sines_and_cosines_of_a_thousand_t():
     angles = 300 * torch.tensor([1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)], dtype=torch.float64)
     assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-12)
 
-
-# --- Sampling ----------------------------------------------------------------------------------------------------
 
 CONFIGS = [MDLMConfig(), EMoEConfig(experts=2), VADDConfig(latent=2)]
 every_method = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)

@@ -70,9 +70,6 @@ def constant(expert: int = 0) -> Route:
     return policy
 
 
-# --- Inputs and outputs ------------------------------------------------------------------------------------------
-
-
 @every_backbone
 @pytest.mark.parametrize("mask_id", [0, 1, 3])
 def test_the_mask_is_impossible_and_any_positions_can_be_read(kind: str, mask_id: int):
@@ -146,9 +143,6 @@ def test_routers_have_their_options():
 
     logits = normed(normed(x, router.norm) @ router.weight.T + router.bias, router.logit_norm)
     assert torch.allclose(router(x), torch.tanh(logits), atol=1e-14) and (logits.abs() > 1).any()
-
-
-# --- Methods -----------------------------------------------------------------------------------------------------
 
 
 @every_backbone

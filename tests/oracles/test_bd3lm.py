@@ -151,9 +151,6 @@ def without_cache(method: BD3LM) -> BD3LM:
     return method
 
 
-# --- Attention ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("length", "block"), [(4, 1), (4, 2), (4, 4), (6, 3), (1, 1)])
 def test_the_mask_is_its_definition(length: int, block: int):
     mask = block_mask(length, block)
@@ -180,9 +177,6 @@ def test_blocks_depend_on_their_noisy_self_and_clean_earlier_blocks_only():
         for block in range(3):
             attended = position // 2 == block if half == 0 else position // 2 < block
             assert moved[block] > 1e-9 if attended else moved[block] == 0, (half, position, block)
-
-
-# --- Loss and likelihoods ----------------------------------------------------------------------------------------
 
 
 def test_one_block_is_mdlm():
@@ -268,9 +262,6 @@ def test_unknown_likelihoods_are_refused():
         build(2, schedule=LogLinearSchedule()).nll(CLEAN, Likelihood.parse("bound@2"), Rng(0))
 
 
-# --- Sampling ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
 def test_the_sampler_has_the_law(block: int, each: int):
     method = build(block)
@@ -345,19 +336,12 @@ def test_events_cover_whole_rows():
     assert torch.equal(events[1].x, expected) and torch.equal(events[3].x, rows)
 
 
-# --- Requirements ------------------------------------------------------------------------------------------------
-
-
 def test_networks_and_blocks_that_do_not_fit_are_refused():
     for block in (3, 5, 16):
         with pytest.raises(ConfigError, match=f"method.block: must divide the length 4, got {block}; allowed: 1, 2, 4"):
             BD3LMConfig(block=block).build(SPACE, sizes())
     with pytest.raises(ConfigError, match="block: must be >= 1"):
         BD3LMConfig(block=0)
-    with pytest.raises(ConfigError, match="backbone.time_conditioning: must be false"):
-        BD3LMConfig(block=2).build(SPACE, sizes(time_conditioning=True))
-    with pytest.raises(ConfigError, match="backbone.causal: must be false"):
-        BD3LMConfig(block=2).build(SPACE, sizes(causal=True))
     with pytest.raises(ConfigError, match="'transformer' has no 'attend'"):
         BD3LMConfig(block=2).build(SPACE, TransformerConfig())
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from references import dit_logits, turn
-from steps import generator, gradients, noised, ramp_of, randn, scramble
+from steps import generator, gradients, noised, randn, scramble
 from torch import Tensor
 
 from emoe.backbones.attention import rotary_angles, rotate
@@ -15,18 +15,15 @@ from emoe.backbones.base import total_parameters
 from emoe.backbones.dit import DiT, DiTConfig
 from emoe.backbones.layers import Dropout, Flow, RouterConfig, dropout_from
 from emoe.config import ConfigError
-from emoe.methods.emoe import EMoEConfig
-from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
-from emoe.methods.mdlm import MDLMConfig
+from emoe.experiment import customise
 from emoe.methods.vadd import VADDConfig
+from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
 from emoe.routing.routes import greedy, replay
 from emoe.types import Gate, Needs, TokenSpace
 
 LM1B = TokenSpace(size=30_522, mask_id=103, length=128)
 SPACE = TokenSpace(size=7, mask_id=2, length=6)
-CONFIGS = [MDLMConfig(), VADDConfig(latent=3), EMoEConfig(experts=3)]
-IDS = ["mdlm", "vadd", "emoe"]
 OTHERS = [v for v in range(SPACE.size) if v != SPACE.mask_id]
 
 
@@ -35,24 +32,17 @@ def sizes(**other: object) -> DiTConfig:
     return DiTConfig(**(small | {"dropout": 0.0, "dispatch": "loop"} | other))
 
 
-def build(config: MaskedDiffusionConfig, **other: object) -> MaskedDiffusion:
-    return scramble(config.build(SPACE, sizes(**other)).double(), 3)
-
-
 def network(needs: Needs | None = None, **other: object) -> DiT:
     needs = needs or Needs(causal=bool(other.get("causal")))
     return scramble(sizes(**other).build(SPACE, needs).double(), 1)
 
 
-def batch(rows: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def batch(rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     """Clean and noisy rows, and times."""
-    source = generator(seed)
+    source = generator()
     x0 = torch.tensor(OTHERS)[torch.randint(len(OTHERS), (rows, SPACE.length), generator=source)]
     xt = torch.where(torch.rand(x0.shape, generator=source) < 0.5, SPACE.mask_id, x0)
-    return x0, xt, torch.linspace(0.2, 0.9, rows, dtype=dtype)
-
-
-# --- Sizes -------------------------------------------------------------------------------------------------------
+    return x0, xt, torch.linspace(0.2, 0.9, rows, dtype=torch.float64)
 
 
 def test_parts_have_the_published_sizes():
@@ -68,7 +58,7 @@ def test_parts_have_the_published_sizes():
     assert total_parameters(dense.trunk.time) == 49_408
 
 
-@pytest.mark.parametrize("needs", [Needs(), Needs(cond=512), Needs(experts=8)], ids=IDS)
+@pytest.mark.parametrize("needs", [Needs(), Needs(cond=512), Needs(experts=8)], ids=["mdlm", "vadd", "emoe"])
 def test_the_published_network_reads_no_value_and_has_fixed_shapes(needs: Needs):
     """Forward and backward without data, as a captured CUDA graph needs it: on `meta` a value that is read raises."""
     with torch.device("meta"):
@@ -99,8 +89,6 @@ def test_unsupported_needs_of_a_network_are_named():
     assert [line.split("'")[3] for line in lines] == ["attend", "cond", "encoder", "experts", "marks"]
     assert not list(sizes().unsupported(Needs(**needs)))
     assert not list(sizes(causal=True).unsupported(Needs(causal=True)))
-    with pytest.raises(ConfigError, match="backbone.causal: must be false, since the method reads"):
-        EMoEConfig(experts=2).build(SPACE, sizes(causal=True))
     for options, wanted, message in (
         ({}, Needs(causal=True), "backbone.causal: must be true"),
         ({"causal": True}, Needs(experts=2), "backbone.causal: must be false"),
@@ -109,9 +97,8 @@ def test_unsupported_needs_of_a_network_are_named():
     ):
         (line,) = sizes(**options).unsupported(wanted)
         assert line.startswith(message)
-
-
-# --- The network as its formulas ---------------------------------------------------------------------------------
+    with pytest.raises(ConfigError, match="backbone.causal: must be true.*method: 'ar'"):
+        customise(get_recipe("rows-mdlm"), {"method": "ar", "backbone": "dit"})
 
 
 def test_the_network_is_its_formulas():
@@ -164,19 +151,6 @@ def test_a_causal_network_is_its_formulas_and_does_not_depend_on_the_future():
         assert (moved[:position] == 0).all() and (moved[position:] > 1e-9).all()
 
 
-# --- The start ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_it_starts_uniform_over_all_symbols_but_the_mask(config):
-    """Logits 0, and -inf for the mask: each masked token costs ln(V - 1)."""
-    torch.manual_seed(0)
-    method = config.build(SPACE, sizes())
-    x0, xt, t = batch(dtype=torch.float32)
-    nll = -method.infer(noised(method, x0, xt, t), ramp_of(method, torch.float32), Rng(0)).log_token.sum(-1)
-    assert torch.allclose(nll, (xt == SPACE.mask_id).sum(-1) * math.log(SPACE.size - 1))
-
-
 def test_first_weights_are_those_of_the_dit_logits():
     torch.manual_seed(0)
     network = sizes(width=64, cond_size=32).build(SPACE, Needs(experts=2))
@@ -197,15 +171,12 @@ def test_first_weights_are_those_of_the_dit_logits():
 
 def test_the_encoder_marks_the_pattern_by_the_embedding_of_the_mask():
     """A clean row never uses it. Without time conditioning the time does not count."""
-    encoder, (x0, xt, t) = build(VADDConfig(latent=2)).encoder, batch(1)
+    encoder, (x0, xt, t) = scramble(VADDConfig(latent=2).build(SPACE, sizes()).double(), 3).encoder, batch(1)
     marks, table = xt == SPACE.mask_id, encoder.trunk.token.weight
     start = encoder(x0, t, marks)
     used = torch.autograd.grad(start.sum(), table)[0].abs().sum(-1) > 0
     assert marks.any() and used.nonzero().flatten().tolist() == sorted({*x0[0].tolist(), SPACE.mask_id})
     assert torch.equal(encoder(x0, t + 0.05, marks), start)
-
-
-# --- Positions and the cache -------------------------------------------------------------------------------------
 
 
 def test_rotation_is_half_split():
@@ -241,9 +212,6 @@ def test_networks_that_are_not_causal_need_attend_and_no_time():
             net.extend(x, net.new_cache(), attend=attend)
 
 
-# --- Dropout -----------------------------------------------------------------------------------------------------
-
-
 def test_dropout_keeps_a_share_and_scales_it():
     layer, x = Dropout(0.25), torch.ones(200, 500)
     with dropout_from(layer, generator()):
@@ -256,7 +224,7 @@ def test_dropout_keeps_a_share_and_scales_it():
 
 def test_dropout_is_a_function_of_its_stream():
     """Equal streams give equal losses and gradients, whatever was drawn before: a resumed run continues exactly."""
-    method = build(VADDConfig(latent=3), dropout=0.3)
+    method = scramble(VADDConfig(latent=3).build(SPACE, sizes(dropout=0.3)).double(), 3)
     step = noised(method, *batch(4))
     assert sum(isinstance(part, Dropout) for part in method.modules()) == 4  # of denoiser and encoder
 

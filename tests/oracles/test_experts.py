@@ -27,9 +27,6 @@ def run(experts: RoutedExperts, expert: int, x: Tensor) -> Tensor:
     return hidden @ experts.w_out[expert] + experts.b_out[expert]
 
 
-# --- Oracle 11: the straight-through surrogate (Eq. 10-11) -------------------------------------------------------
-
-
 @pytest.mark.parametrize("tau", [0.1, 0.7, 2.0])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_gate_gradient_is_the_formula_and_the_finite_difference(tau: float, top_k: int):
@@ -149,9 +146,6 @@ def test_whole_training_gradient_is_the_finite_difference_of_the_surrogate(tiny,
             assert slope == pytest.approx((want[name] * way).sum().item(), abs=2e-6, rel=1e-6), name
     routers = [name for name in want if ".router." in name]
     assert routers and all(want[name].abs().max() > 1e-3 for name in routers)
-
-
-# --- Oracle 15: dispatch -----------------------------------------------------------------------------------------
 
 
 def one_hot_mixture(experts: RoutedExperts, x: Tensor, gate: Gate) -> Tensor:

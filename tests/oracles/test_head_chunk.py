@@ -1,4 +1,4 @@
-"""Oracle 16: logits in chunks and at scored positions only give the loss and gradients of all logits at once."""
+"""Logits in chunks and at scored positions only give the loss and gradients of all logits at once."""
 
 from __future__ import annotations
 
@@ -64,9 +64,6 @@ def rows(count: int = 6) -> Tensor:
     return symbols[torch.randint(10, (count, SPACE.length), generator=generator())]
 
 
-# --- The functions -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1_000])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.77])
 def test_sum_and_target_are_those_of_all_logits(share: float, chunk: int, monkeypatch: pytest.MonkeyPatch):
@@ -114,9 +111,6 @@ def test_no_value_is_read_and_shapes_are_fixed():
             total, chosen = total_and_target(h, weight, bias, target, scored, 8_192, room)
             (total - chosen).sum().backward()
     assert total.shape == (512, 128) and h.grad.shape == h.shape and weight.grad.shape == weight.shape
-
-
-# --- Methods -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [4, 1_000])

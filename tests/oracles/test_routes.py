@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
-from steps import assert_gradients, batch_of, generator, gradients, loss_at, masks, noised, ramp_of, randn, recorded
+from steps import batch_of, generator, loss_at, masks, noised, ramp_of, randn
 from torch import Tensor
 
 from emoe.diffusion.categorical import categorical_kl
-from emoe.diffusion.masking import log_chosen, subs
 from emoe.methods.emoe import EMoEConfig
-from emoe.methods.masked import MaskedDiffusion
 from emoe.ramps import Constant
 from emoe.rng import Rng
 from emoe.routing.compare import CompareConfig
 from emoe.routing.latent import RouteLatent
-from emoe.routing.routes import draw, greedy, paired, replay, sharpened
+from emoe.routing.routes import draw, greedy, replay, sharpened
 from emoe.types import Gate, Route
 
 RAMP = {name: torch.tensor(value, dtype=torch.float64) for name, value in (("relax_tau", 0.7), ("kl_weight", 1.0))}
@@ -29,9 +27,6 @@ def route_kl(post: Sequence[Tensor], prior: Sequence[Tensor]) -> Tensor:
     """KL of each row and block, (B, D)."""
     routes = tuple(torch.zeros(block.shape[:2], dtype=torch.int64) for block in post)
     return RouteLatent(tuple(post), tuple(prior), routes).stats.kl
-
-
-# --- Oracle 5: the divergence of routes (Eq. 7-8) ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("experts", "length", "depth"), [(2, 2, 2), (3, 2, 2), (2, 3, 2), (3, 3, 1)])
@@ -65,8 +60,6 @@ def test_categorical_kl_by_hand():
     kl, reverse = categorical_kl(*rows), categorical_kl(*rows[::-1])
     assert (kl > 0).all() and not torch.allclose(kl, reverse) and (categorical_kl(rows[0], rows[0]) == 0).all()
 
-
-# --- Oracle 7: drawing routes ------------------------------------------------------------------------------------
 
 RHOS = [
     [0.5, 0.5],
@@ -151,68 +144,6 @@ def test_draws_share_their_row_and_follow_the_router():
             assert chi_square(both, rho[0][:, None] * rho[1]) > ALPHA, (block, k)
         pair = torch.bincount(z[:, 0, 0] * 3 + z[:, 2, 0], minlength=9)
         assert chi_square(pair, rho[0][:, None] * rho[0]) > ALPHA, block
-
-
-# --- Oracle 14 and 17: one fused pass ----------------------------------------------------------------------------
-
-
-def two_passes(method: MaskedDiffusion, x0: Tensor, xt: Tensor, t: Tensor, rng: Rng) -> tuple[Tensor, Tensor, tuple]:
-    """Algo. 1 as it is printed: a clean pass that draws z, then a noisy pass that is forced onto it."""
-    policy = draw(rng.stream("route"), RAMP["relax_tau"].to(t.dtype), top_k=method.config.top_k)
-    clean = method.backbone(x0, t, route=policy)
-    noisy = method.backbone.predict(xt, t, route=replay(clean.gates))
-    kl = route_kl(clean.route_logits, noisy.route_logits).sum(-1)
-    return log_chosen(subs(noisy.logits, xt, method.space.mask_id), x0), kl, clean.gates
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("dtype", "dispatch"),
-    [(torch.float64, "loop"), (torch.float64, "dense"), (torch.float64, "sliced"), (torch.float32, "grouped")],
-    ids=["loop", "dense", "sliced", "grouped"],
-)
-def test_fused_pass_equals_two_passes(tiny, dtype: torch.dtype, dispatch: str, depth: int):
-    method = tiny(EMoEConfig(experts=3), depth=depth, dtype=dtype, dispatch=dispatch)
-    x0, xt, t = batch_of(method, 24, dtype)
-    log_token, kl, gates = two_passes(method, x0, xt, t, Rng(3))
-    with recorded(method) as calls:
-        ramp = {name: value.to(dtype) for name, value in RAMP.items()}
-        out = method.infer(noised(method, x0, xt, t), ramp, Rng(3))
-    assert len(calls) == 1 and len(calls[0].h) == len(x0)
-    for fused, plain in zip(calls[0].gates, gates, strict=True):
-        assert torch.equal(fused.expert[-len(x0) :], plain.expert)
-        assert torch.equal(fused.expert[: len(x0)], plain.expert)
-    exact, close = (1e-12, 0.0) if dtype == torch.float64 else (0.0, 1e-5)
-    for got, want in ((out.log_token, log_token), (out.latent.kl(), kl)):
-        assert torch.allclose(got, want, atol=exact + close, rtol=close)
-        assert_gradients(gradients(method, got.sum()), gradients(method, want.sum()), exact, close)
-
-
-def test_clean_pass_cut_at_the_last_router_is_free(tiny):
-    """Dropping the clean half after its last router changes no value and no gradient."""
-    method = tiny(EMoEConfig(experts=3))
-    x0, xt, t = batch_of(method)
-
-    def uncut(inner: Route) -> Route:
-        def policy(block: int, logits: Tensor) -> Gate:
-            gate = inner(block, logits[: len(x0)])
-            return Gate(gate.expert.repeat(2, 1, 1), gate.weight.repeat(2, 1, 1))
-
-        return policy
-
-    results = []
-    for wrap in (lambda inner: paired(inner, 2), uncut):
-        out = method.backbone.predict(torch.cat([x0, xt]), torch.cat([t, t]), route=wrap(draw(generator(4), 0.7)))
-        post, prior = zip(*(logits.chunk(2) for logits in out.route_logits), strict=True)
-        value = log_chosen(subs(out.logits[-len(x0) :], xt, 1), x0).sum() + route_kl(post, prior).sum()
-        results.append((len(out.logits), out.gates[-1].keep_from, value, gradients(method, value)))
-    cut, whole = results
-    assert (cut[0], whole[0]) == (len(x0), 2 * len(x0)) and (cut[1], whole[1]) == (len(x0), 0)
-    assert cut[2].item() == pytest.approx(whole[2].item(), abs=1e-12)
-    assert_gradients(cut[3], whole[3], 1e-12)
-
-
-# --- Load balance and the log ------------------------------------------------------------------------------------
 
 
 def test_imbalance_is_one_in_even_use_and_the_number_of_experts_where_one_takes_all():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square, product_of_marginals
+from small import TRANSFORMER
 from steps import masks, randn, scramble
 from torch import Tensor
 
@@ -60,9 +61,6 @@ def watched(method: MaskedDiffusion, kind: str, x: Tensor, steps: int):
     return rows, events, count
 
 
-# --- Oracle 9: one law -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_samples_follow_the_enumerated_chain(config: MaskedDiffusionConfig, kind: str):
@@ -104,9 +102,6 @@ def test_equal_streams_reveal_the_same_positions_and_given_tokens_stay(config: M
     assert torch.equal(rows[given != 1], given[given != 1]) and (rows != 1).all()
     assert torch.equal(rows, watched(method, "reveal-first", given, 6)[0])
     assert torch.equal(given[3::4], torch.tensor([[0, 2, 2]]).repeat(25, 1))  # the argument is not changed
-
-
-# --- Events and calls --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,9 +158,7 @@ def test_draw_counts_the_calls_of_a_row():
 
 def test_evaluation_uses_the_sampler_of_the_experiment(tmp_path: Path):
     np.save(tmp_path / "rows.npy", np.arange(60).reshape(20, 3) % 6)
-    small = {"width": 8, "hidden": 8, "heads": 2, "depth": 1, "time-size": 8, "cond-size": 4, "dropout": 0}
-    settings = {"backbone": "dit", "domain.path": str(tmp_path / "rows.npy"), "eval.samples": "50", "eval.nfe": "6"}
-    settings |= {f"backbone.{name}": str(value) for name, value in small.items()}
+    settings = TRANSFORMER | {"domain.path": str(tmp_path / "rows.npy"), "eval.samples": 50, "eval.nfe": [6]}
     plain = customise(get_recipe("rows-mdlm"), settings)
     changed = customise(plain, {"eval.sampler.kind": "reveal-first", "eval.sampler.nucleus": "0.5"})
     assert changed.name == f"{plain.name} eval.sampler.kind=reveal-first eval.sampler.nucleus=0.5"
@@ -177,16 +170,10 @@ def test_evaluation_uses_the_sampler_of_the_experiment(tmp_path: Path):
 
 
 def test_unknown_options_and_methods_with_a_sampler_of_their_own_are_refused(tiny):
-    for nucleus in (0.0, -0.5, 1.5):
-        with pytest.raises(ConfigError, match="nucleus: must be > 0 and <= 1"):
-            SamplerConfig(nucleus=nucleus)
-    with pytest.raises(ConfigError, match="eval.sampler.kind: got 'greedy'"):
-        customise(get_recipe("rows-mdlm"), {"eval.sampler.kind": "greedy"})
+    with pytest.raises(ConfigError, match="nucleus: must be > 0 and <= 1"):
+        SamplerConfig(nucleus=0.0)
     with pytest.raises(ConfigError, match="sampler: SEDD has a sampler of its own"):
         draw(tiny(SEDDConfig()), 4, 2, sampler=sampler("plain", 0.9))
-
-
-# --- Nucleus -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.95])

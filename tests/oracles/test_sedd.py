@@ -14,13 +14,10 @@ from steps import masks, randn
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
 from emoe.diffusion.times import GridStep
-from emoe.experiment import customise
 from emoe.methods import sedd
 from emoe.methods.sedd import SEDD, SEDDConfig, log_scale, score_entropy, tweedie_step
-from emoe.recipes import get_recipe
 from emoe.rng import Rng
 from emoe.types import Features, Likelihood, StepEvent, TokenSpace
 
@@ -36,15 +33,8 @@ def sigma(t: float) -> float:
     return -math.log(1 - (1 - EPS) * t)
 
 
-def alpha(t: float) -> float:
-    return 1 - (1 - EPS) * t
-
-
 def index(rows: Tensor) -> Tensor:
     return rows[:, 0] * 3 + rows[:, 1]
-
-
-# --- Loss --------------------------------------------------------------------------------------------------------
 
 
 def test_loss_is_the_published_formula_and_clean_positions_take_no_part(tiny):
@@ -97,9 +87,6 @@ def test_times_are_between_t_low_and_one_and_parts_of_the_loss_add_up(tiny, monk
     assert times[0].min() > 0.4 and times[0].max() <= 1 and times[0].min() < 0.42 and times[0].max() > 0.98
     assert loss.total.item() == pytest.approx((loss.log["recon"] + loss.log["excess"]).item(), abs=1e-14)
     assert loss.log["excess"] > 0
-
-
-# --- Analytic sampler --------------------------------------------------------------------------------------------
 
 
 def generator_matrix(size: int, mask_id: int) -> Tensor:
@@ -182,9 +169,6 @@ def test_samples_follow_the_enumerated_chain_and_given_tokens_stay(tiny, steps: 
         assert (rows[:, 0] == start[0]).all() and not any(event.revealed[:, 0].any() for event in events)
     else:
         assert torch.equal(rows, method.sample(masks(method, n), steps, Rng(1)))
-
-
-# --- Likelihood --------------------------------------------------------------------------------------------------
 
 
 def integral(method: SEDD, low: float, share: float, nodes: int = 24) -> Tensor:
@@ -295,18 +279,3 @@ def test_scores_of_a_wrong_sum_cost_what_the_constant_says(shift: float):
     with torch.no_grad():
         method.backbone.shift.fill_(shift)
     assert torch.allclose(integral(method, 0.0, 1.0) - right, torch.tensor(2 * (math.exp(shift) - 1 - shift)).double())
-
-
-# --- As a method -------------------------------------------------------------------------------------------------
-
-
-def test_a_network_that_does_not_read_the_time_is_refused():
-    message = "backbone.time_conditioning: must be true"
-    with pytest.raises(ConfigError, match=message):
-        SEDDConfig().build(SPACE, DiTConfig(width=16, heads=2))
-    with pytest.raises(ConfigError, match=message):
-        customise(get_recipe("rows-mdlm"), {"method": "sedd", "backbone": "dit"})
-    changed = customise(
-        get_recipe("rows-mdlm"), {"method": "sedd", "backbone": "dit", "backbone.time-conditioning": "true"}
-    )
-    assert changed.method == SEDDConfig()

@@ -58,9 +58,6 @@ def constant(expert: int = 0, at: tuple[int, int, int, int] | None = None) -> Ro
     return policy
 
 
-# --- Sizes -------------------------------------------------------------------------------------------------------
-
-
 def test_a_mark_costs_one_vector():
     plain, marked = (UNetConfig().build(MNIST, Needs(marks=marks)) for marks in (False, True))
     assert total_parameters(marked) - total_parameters(plain) == 72
@@ -85,9 +82,6 @@ def test_summing_the_last_block_is_refused():
         EMoEConfig(experts=2, compare=CompareConfig(sum_last=True)).build(image_space(), sizes())
     with pytest.raises(ConfigError, match="exact: routes in the last block of this backbone move other positions"):
         EMoEConfig(experts=2).build(image_space(), sizes()).components(torch.ones(1, 64).long(), 0.5)
-
-
-# --- The network -------------------------------------------------------------------------------------------------
 
 
 def test_positions_of_a_map_are_its_pixels_in_row_major_order():
@@ -146,9 +140,6 @@ def test_maps_stay_in_channels_last(draws: int):
     network(torch.cat([x0, xt]), torch.cat([t, t]), route=route)
     assert len(maps) == 2 * (8 + 8 * 2 + 3 + 2 + 2 + 1)
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in maps)
-
-
-# --- Routes ------------------------------------------------------------------------------------------------------
 
 
 def test_a_route_acts_in_its_own_row_and_on_later_blocks():

@@ -23,15 +23,11 @@ def gaussian_kl(mean: Tensor, log_std: Tensor) -> Tensor:
     return GaussianLatent(mean, log_std, torch.zeros_like(mean)).kl()
 
 
-def test_gaussian_kl_is_the_closed_form_and_the_monte_carlo_mean():
+def test_gaussian_kl_is_the_closed_form():
     mean, log_std = randn(3, 2, seed=26), 0.5 * randn(3, 2, seed=27)
     q = torch.distributions.Normal(mean, log_std.exp())
     p = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
     assert torch.allclose(gaussian_kl(mean, log_std), torch.distributions.kl_divergence(q, p).sum(-1), atol=1e-14)
-    z = mean + log_std.exp() * randn(100_000, 3, 2, seed=28)
-    ratio = (q.log_prob(z) - p.log_prob(z)).sum(-1)
-    error = ratio.std(0) / math.sqrt(len(z))
-    assert ((ratio.mean(0) - gaussian_kl(mean, log_std)).abs() < 4 * error).all()
     assert (gaussian_kl(torch.zeros(1, 4), torch.zeros(1, 4)) == 0).all()
 
 
@@ -65,9 +61,6 @@ def test_kl_is_weighted_by_lambda_or_by_lambda_times_the_elbo_weight(tiny, sched
             loss = loss_at(method, x0, xt, times, ramp, Rng(12))
             expected = (loss.log["recon"] + weight * loss.log["kl"]).item()
             assert loss.total.item() == pytest.approx(expected, rel=1e-13) and loss.log["kl"] > 0
-
-
-# --- Several draws -------------------------------------------------------------------------------------------------
 
 
 def integrals(model: VADD, x0: Tensor, xt: Tensor, t: float, beta: float) -> tuple[float, float]:
