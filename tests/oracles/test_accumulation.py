@@ -171,10 +171,10 @@ def test_a_part_that_is_not_finite_or_not_valid_refuses_the_step(tiny: Tiny, fau
     before = [p.detach().clone() for p in method.parameters()]
     inner, calls = method.as_loss, []
 
-    def spoiled(total: Tensor, *rest: Any) -> Loss:
+    def spoiled(total: Tensor, *rest: Any, **more: Any) -> Loss:
         calls.append(total)
         bad = len(calls) == 2
-        loss = inner(total * float("nan") if bad and fault == "loss" else total, *rest)
+        loss = inner(total * float("nan") if bad and fault == "loss" else total, *rest, **more)
         return replace(loss, valid=torch.tensor(not bad)) if fault == "valid" else loss
 
     method.as_loss = spoiled  # type: ignore[method-assign]

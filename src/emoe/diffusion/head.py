@@ -17,11 +17,11 @@ ALIGNED = 8  # symbols; rows of 16-bit logits that are not aligned make products
 MIN_ROWS = 64  # from which on the masked share of a batch is close enough to a half to be relied on
 
 
-def has_room(scored: Positions, room: float) -> Bool[Tensor, ""] | None:
-    """Whether `total_and_target` computes all scored positions; None where it computes every position."""
-    if room == 1 or len(scored) < MIN_ROWS:
+def has_room(scored: Positions, room: float, draws: int = 1) -> Bool[Tensor, ""] | None:
+    """Whether `total_and_target` has room for K draws of all scored positions; None where it computes all positions."""
+    if room == 1 or len(scored) * draws < MIN_ROWS:
         return None
-    return scored.sum() <= math.ceil(room * scored.numel())
+    return scored.sum() <= math.ceil(room * draws * scored.numel()) // draws
 
 
 def total_and_target(

@@ -184,10 +184,10 @@ class Method(nn.Module, ABC):
         log_x_theta = subs(self.backbone.read(h), xt, self.space.mask_id)
         return torch.where(scored, log_chosen(log_x_theta, x0), 0.0)
 
-    def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Positions) -> Loss:
-        """The loss of a step, to be refused if the head has no room for all scored positions."""
+    def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Positions, draws: int = 1) -> Loss:
+        """The loss of a step, to be refused if the head has no room for all scored positions of all draws."""
         refusal = f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
-        return Loss(total, {"loss": total, **log}, has_room(scored, self._room), refusal)
+        return Loss(total, {"loss": total, **log}, has_room(scored, self._room, draws), refusal)
 
     @property
     def _room(self) -> float:

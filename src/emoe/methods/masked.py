@@ -137,7 +137,7 @@ class MaskedDiffusion(Method):
         if out.aux is not None:
             log["aux"] = out.aux
             total = total + out.aux
-        return self.as_loss(total, log, noised.scored.repeat(len(out.log_token) // len(x0), 1))
+        return self.as_loss(total, log, noised.scored, draws=len(out.log_token) // len(x0))
 
     @property
     def chain_schedule(self) -> Schedule:
