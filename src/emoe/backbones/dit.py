@@ -269,7 +269,6 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.width, outputs)
 
     def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
-        """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         h = self.trunk.embed(x0, None)
         h = h + marks[..., None].to(h.dtype) * self.trunk.token.weight[self.mask_id]
         return at_least_single(self.head(self.trunk(h, t).h.mean(1)))

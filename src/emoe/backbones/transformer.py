@@ -124,5 +124,4 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.width, outputs)
 
     def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
-        """(x0, t, mask pattern) -> parameters of the posterior."""
         return self.head(self.trunk(x0, t, marks=marks).h.mean(1))

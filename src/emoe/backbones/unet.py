@@ -283,7 +283,6 @@ class Encoder(nn.Module):
         self.head = nn.Linear(channels, outputs)
 
     def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
-        """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         dtype = self.token.weight.dtype
         rows = self.token(x0) + marks[..., None].to(dtype) * self.mark
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]

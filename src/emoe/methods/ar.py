@@ -55,7 +55,6 @@ class AR(Method, config=ARConfig):
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)
 
     def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
-        """Mean NLL in nats per token."""
         with dropout_from(self, rng.stream("dropout")):
             total = self.token_nll(x0).mean()
         return Loss(total, {"loss": total})
