@@ -93,7 +93,7 @@ def calling() -> Callable[[int], Times]:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for number in range(count):
-                    inputs = method.prior(ReverseStep(x, t, reveal, NFE), Rng(number, device=device))
+                    inputs = method.prior(ReverseStep(x, t, reveal), Rng(number, device=device))
                     method.backbone(x, t, **inputs)
                 torch.cuda.synchronize()
             times[f"{name}, network call"] = 1000 * (time.perf_counter() - start) / count

@@ -114,10 +114,7 @@ def row_losses(method: EMoE, cell: Cell, relax_tau: float, count: int, rng: Rng)
     """Training losses of a cell, drawn `count` times."""
     x0, xt, t = (value.repeat_interleave(count, 0) for value in cell)
     weight, ramp = method.config.schedule.elbo_weight(t), ramp_of(relax_tau)
-    out = method.infer_training(Noised(x0, xt, t, xt == method.space.mask_id, weight), ramp, rng)
-    if out.rows is not None:
-        return out.rows.loss
-    return weight * -out.log_token.sum(-1) + ramp["kl_weight"] * out.latent.kl()
+    return method.objective(Noised(x0, xt, t, xt == method.space.mask_id, weight), ramp, rng)[0]
 
 
 def claimed_gradients(method: EMoE, cell: Cell, parameters: list[Tensor], seed: int) -> Float[Tensor, "G N"]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
-import re
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +18,7 @@ if importlib.util.find_spec("beartype") is not None and "emoe" not in sys.module
 
 import pytest
 import torch
+from steps import scramble
 
 from emoe.backbones.transformer import TransformerConfig
 from emoe.methods.base import MethodConfig
@@ -30,31 +28,6 @@ from emoe.methods.mdlm import MDLMConfig
 from emoe.types import TokenSpace
 
 torch.set_num_threads(1)
-
-# Sizes of the weights of tiny models: routes far from uniform, experts that differ, positions that depend on others.
-SCALES = {".router.": 2.5, ".w_out": 6.0, ".b_out": 10.0, ".attention.out.": 4.0, "head.weight": 3.0}
-
-
-def scramble(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Give a module weights that do not depend on how the package initialises; equal names get equal weights.
-
-    Matrices and biases are uniform within 1 / sqrt(fan in), embeddings normal, all times their scale above.
-    """
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            normal = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            uniform = 2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64) - 1
-            if "norm" in name:
-                value = 0.1 * normal + (1 if name.endswith("weight") else 0)
-            elif ".token." in name or ".position." in name or name.endswith(".mark"):
-                value = normal
-            else:
-                stacked = re.search(r"\bw_(in|out)$", name)  # experts hold (in, out), linear layers (out, in)
-                fan_in = parameter.shape[-2] if stacked else parameter.shape[-1]
-                value = uniform / math.sqrt(fan_in)
-            parameter.copy_(value * next((scale for part, scale in SCALES.items() if part in name), 1.0))
-    return module
 
 
 def build_tiny(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +16,31 @@ from emoe.methods.base import Method
 from emoe.methods.masked import MaskedDiffusion
 from emoe.rng import Rng
 from emoe.types import Features, Loss, Noised
+
+# Sizes of the weights of tiny models: routes far from uniform, experts that differ, positions that depend on others.
+SCALES = {".router.": 2.5, ".w_out": 6.0, ".b_out": 10.0, ".attention.out.": 4.0, "head.weight": 3.0}
+
+
+def scramble(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Give a module weights that do not depend on how the package initialises; equal names get equal weights.
+
+    Matrices and biases are uniform within 1 / sqrt(fan in), embeddings normal, all times their scale above.
+    """
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            normal = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            uniform = 2 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64) - 1
+            if "norm" in name:
+                value = 0.1 * normal + (1 if name.endswith("weight") else 0)
+            elif ".token." in name or ".position." in name or name.endswith(".mark"):
+                value = normal
+            else:
+                stacked = re.search(r"\bw_(in|out)$", name)  # experts hold (in, out), linear layers (out, in)
+                fan_in = parameter.shape[-2] if stacked else parameter.shape[-1]
+                value = uniform / math.sqrt(fan_in)
+            parameter.copy_(value * next((scale for part, scale in SCALES.items() if part in name), 1.0))
+    return module
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -64,12 +92,8 @@ def gradients(module: nn.Module, value: Tensor) -> dict[str, Tensor | None]:
 
 def flat(gradient: Mapping[str, Tensor | None], module: nn.Module) -> Tensor:
     """Gradients as one vector, zero where there are none."""
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten() if gradient[n] is None else gradient[n].flatten()
-            for n, p in module.named_parameters()
-        ]
-    )
+    parts = [(gradient[name], p) for name, p in module.named_parameters()]
+    return torch.cat([(torch.zeros_like(p) if slope is None else slope).flatten() for slope, p in parts])
 
 
 def assert_gradients(

@@ -59,8 +59,8 @@ cases = {
     experts._restored: [(normal(3, 5), normal(4, 5), pair[:, 0], torch.tensor([2, 0, 1]))],
     head._read: [(normal(3, 20), torch.tensor([0, 4, 19])), (normal(3, 20).bfloat16(), torch.tensor([0, 4, 19]))],
     head._by_logits: [(normal(3, 20), torch.tensor([0, 4, 19]), torch.rand(3), torch.rand(3), torch.rand(3))],
-    unet.embedded: [(net, torch.randint(3, (2, 16)), torch.rand(2, 16) > 0.5)],
-    unet.residual: [
+    unet.UNet.embed: [(net, torch.randint(3, (2, 16)), torch.rand(2, 16) > 0.5)],
+    unet.Residual.forward: [
         (net.blocks[0].residual, image, normal(2, 16)), (net.blocks[6].residual, normal(2, 16, 4, 4), None)
     ],
     unet.halved: [(net.down[0], image)],
@@ -96,7 +96,7 @@ def test_each_compiles_as_a_whole_to_the_same_function() -> None:
 def test_the_list_above_is_complete() -> None:
     marked = [
         path.name for path in Path(emoe.__file__).parent.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("@compiled")
+        for line in path.read_text(encoding="utf-8").splitlines() if line.strip().startswith("@compiled")
     ]  # fmt: skip
     assert len(marked) == 25
 

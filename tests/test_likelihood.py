@@ -10,9 +10,7 @@ import torch
 from enumeration import Enumeration, gauss_legendre, single
 from torch import Tensor
 
-from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
-from emoe.diffusion.masking import log_chosen, subs
 from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.evaluation.likelihood import (
     coordination_gain,
@@ -23,12 +21,11 @@ from emoe.evaluation.likelihood import (
     passes,
 )
 from emoe.methods.emoe import EMoEConfig
-from emoe.methods.masked import Inferred, MaskedDiffusion, NoLatent
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADD, VADDConfig
 from emoe.ramps import Constant, Decay, Exponential, Linear
 from emoe.rng import Rng
-from emoe.types import Likelihood, Measurement, Noised
+from emoe.types import Likelihood, Measurement
 
 # (size with the mask, length, experts, depth): everything up to V = 4, L = 3, E = 3, D = 2 with at most 81 routes.
 SIZES = [
@@ -160,9 +157,6 @@ def test_importance_weighting_tightens_the_bound(tiny):
             assert values[-1].value - nll < 0.15 * (bound - nll)
 
 
-# --- Ramps -------------------------------------------------------------------------------------------------------
-
-
 def test_final_ramps_are_the_end_values(tiny):
     tau, power = Exponential(start=1.0, end=0.1, share=0.5), Linear(start=0.0, end=0.25, steps=1000)
     config = EMoEConfig(experts=2, relax_tau=tau, kl_weight=Decay(rate=0.01, floor=0.2), kl_time_power=power)
@@ -170,33 +164,12 @@ def test_final_ramps_are_the_end_values(tiny):
     assert values == pytest.approx({"relax_tau": 0.1, "kl_weight": 0.2, "kl_time_power": 0.25})
 
 
-class Tempered(MaskedDiffusion):
-    """MDLM whose ramp is a temperature of its network."""
-
-    label = "Tempered"
-
-    def __init__(self, plain: MaskedDiffusion):
-        ramps = {"temperature": Linear(start=1.0, end=2.0)}
-        super().__init__(plain.config, plain.space, TransformerConfig(width=8, heads=2), ramps)
-        self.backbone = plain.backbone
-
-    def infer(self, noised: Noised, ramp, rng: Rng) -> Inferred:
-        logits = self.backbone.predict(noised.xt, noised.t).logits / ramp["temperature"]
-        log_token = log_chosen(subs(logits, noised.xt, self.space.mask_id), noised.x0)
-        return Inferred(torch.where(noised.scored, log_token, 0.0), NoLatent(noised.t))
-
-
-@torch.no_grad()
 def test_likelihoods_use_the_ramps_of_the_end_of_training(tiny):
-    plain = tiny(MDLMConfig())
-    x0, bound = Enumeration(plain).clean, Likelihood("bound", 1)  # at T = 1 nothing is drawn: all masks at t = 1
-    logits = plain.backbone.predict(torch.ones_like(x0), torch.ones(len(x0))).logits
-    nll = {tau: -torch.log_softmax(logits / tau, -1).gather(-1, x0[..., None]).sum((1, 2)) for tau in (1, 2)}
-    assert torch.allclose(plain.nll(x0, bound, Rng(0)), nll[1]) and not torch.allclose(nll[1], nll[2], atol=1e-2)
-    assert torch.allclose(Tempered(plain).nll(x0, bound, Rng(0)), nll[2])
-
-
-# --- Names and units ---------------------------------------------------------------------------------------------
+    method, seen = tiny(EMoEConfig(experts=2, relax_tau=Linear(start=1.0, end=2.0))), []
+    inner = method.infer
+    method.infer = lambda noised, ramp, rng: seen.append(ramp) or inner(noised, ramp, rng)
+    method.nll(Enumeration(method).clean, Likelihood("bound", 1), Rng(0))
+    assert seen[0]["relax_tau"] == 2
 
 
 def test_likelihoods_are_parsed_and_printed():

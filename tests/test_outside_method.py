@@ -57,9 +57,6 @@ class CoinConfig(MaskedDiffusionConfig, kind="coin"):
     def variant(self):
         return "-fair", " (fair)"
 
-    def build(self, space, backbone):
-        return Coin(self, space, backbone)
-
 
 @dataclass(frozen=True)
 class Side:
@@ -80,7 +77,7 @@ class Side:
         return -math.log(2) - logsigmoid(torch.where(self.heads, self.logit, -self.logit))
 
 
-class Coin(MaskedDiffusion):
+class Coin(MaskedDiffusion, config=CoinConfig):
     label, colour, has_latent = "Coin", "#123456", True
 
     def __init__(self, config, space, backbone):
@@ -91,8 +88,8 @@ class Coin(MaskedDiffusion):
         logit = self.guess(noised.x0).mean((1, 2))
         draws = torch.rand(logit.shape, generator=rng.stream("latent"), device=logit.device)
         side = Side(logit, draws < logit.sigmoid())
-        log_token, _, valid = self.predict(noised, noised.xt, noised.t, cond=side.z)
-        return Inferred(log_token, side, valid=valid, log={"heads": side.heads.float().mean()})
+        log_token, _ = self.predict(noised, noised.xt, noised.t, cond=side.z)
+        return Inferred(log_token, side, log={"heads": side.heads.float().mean()})
 
     def prior(self, step, rng):
         draws = torch.rand(len(step.x), generator=rng.stream("latent"), device=step.x.device)

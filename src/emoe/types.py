@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor
 Tokens = Int[Tensor, "B L"]
 Positions = Bool[Tensor, "B L"]
 PerRow = Float[Tensor, " B"]
+PerToken = Float[Tensor, "B L"]
 Logits = Float[Tensor, "B L V"]
 RouterLogits = Float[Tensor, "B P E"]
 Ramps = Mapping[str, Tensor]  # values of a method's ramps at a step
@@ -81,12 +82,12 @@ class Noised:
     t: PerRow
     scored: Positions  # tokens whose NLL counts: all masked ones, or the set R that a step reveals
     weight: PerRow  # of that NLL: w(t), or T a_i, or T for a set R
-    kl_weight: float = 1.0  # of the KL in a likelihood: 1 in the objective, T in bound@T
 
     def repeated(self, draws: int) -> Noised:
         """Every row `draws` times, one after the other."""
-        rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kl_weight"}
-        return replace(self, **{k: v.repeat_interleave(draws, dim=0) for k, v in rows.items()})
+        if draws == 1:
+            return self
+        return Noised(*(rows.repeat_interleave(draws, dim=0) for rows in vars(self).values()))
 
 
 class Features(NamedTuple):
@@ -123,6 +124,9 @@ class StepEvent:
     x: Tokens
     revealed: Positions
     latent: Any
+
+
+OnStep = Callable[[StepEvent], None]
 
 
 class Mixture(NamedTuple):

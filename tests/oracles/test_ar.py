@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square
-from steps import masks
+from steps import masks, scramble
 from torch import Tensor
 
 from emoe.backbones.dit import DiTConfig
-from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.evaluation.likelihood import estimate_nll, passes
-from emoe.experiment import customise
 from emoe.methods.ar import AR, ARConfig
-from emoe.recipes import get_recipe
 from emoe.rng import Rng
 from emoe.runs.sampling import draw
 from emoe.types import Likelihood, StepEvent, TokenSpace
@@ -30,7 +27,7 @@ def sizes(**other: object) -> DiTConfig:
 
 
 @pytest.fixture
-def method(scramble) -> AR:
+def method() -> AR:
     return scramble(ARConfig().build(SPACE, sizes()).double(), 5)
 
 
@@ -126,17 +123,3 @@ def test_the_only_likelihood_is_exact(method):
     for name in ("objective", "nelbo", "bound@4", "iw@1,2"):
         with pytest.raises(ConfigError, match=f"'ar' has no {name}"):
             method.nll(CLEAN, Likelihood.parse(name), Rng(0))
-
-
-def test_a_network_that_sees_the_future_is_refused():
-    with pytest.raises(ConfigError, match="backbone.causal: must be true"):
-        ARConfig().build(SPACE, sizes(causal=False))
-    with pytest.raises(ConfigError, match="'transformer' has no 'causal'"):
-        ARConfig().build(SPACE, TransformerConfig())
-    recipe = get_recipe("rows-mdlm")
-    for settings, line in (
-        ({"method": "ar", "backbone": "dit"}, "backbone.causal: must be true.*method: 'ar'"),
-        ({"backbone": "dit", "backbone.causal": "true"}, "backbone.causal: must be false.*method: 'mdlm'"),
-    ):
-        with pytest.raises(ConfigError, match=line):
-            customise(recipe, settings)

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square
-from steps import masks, ramp_of, randn
+from steps import masks, ramp_of, randn, scramble
 
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.backbones.layers import SHORT, Attention, time_features
@@ -17,31 +17,19 @@ from emoe.methods.mdlm import MDLM, MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng
 from emoe.runs.sampling import count_calls, draw
-from emoe.types import Needs, StepEvent, TokenSpace
+from emoe.types import StepEvent, TokenSpace
 
 TOY = TokenSpace(size=51, mask_id=50, length=2)
-
-
-# --- Sizes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("config", "total", "active"),
     [(MDLMConfig(), 434_866, 434_866), (EMoEConfig(), 2_280_898, 436_930), (VADDConfig(), 866_626, 866_626)],
-    ids=["mdlm", "emoe", "vadd"],
+    ids=lambda value: getattr(value, "kind", ""),
 )
 def test_toy_models_have_the_published_sizes(config, total: int, active: int):
     method = config.build(TOY, TransformerConfig())
     assert (total_parameters(method), active_parameters(method)) == (total, active)
-
-
-def test_unsupported_needs_are_named(monkeypatch: pytest.MonkeyPatch):
-    everything = Needs(experts=8, cond=8, marks=True, encoder=16)
-    assert not list(TransformerConfig().unsupported(everything))
-    monkeypatch.setattr(TransformerConfig, "supports", frozenset({"experts"}))
-    lines = list(TransformerConfig().unsupported(everything))
-    assert [line.split("'")[3] for line in lines] == ["cond", "encoder", "marks"]
-    assert not list(TransformerConfig().unsupported(Needs(experts=8)))
 
 
 def test_wrong_shapes_are_refused_while_testing():
@@ -51,11 +39,8 @@ def test_wrong_shapes_are_refused_while_testing():
         mask_tokens(torch.zeros(2, 4, dtype=torch.long), torch.ones(3), 1, torch.Generator())
 
 
-# --- The network -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1])
-def test_attention_is_softmax_of_scaled_products_at_every_length(scramble, length: int):
+def test_attention_is_softmax_of_scaled_products_at_every_length(length: int):
     layer, x = scramble(Attention(8, 2).double(), 0), randn(2, length, 8)
     q, k, v = (part.view(2, length, 2, 4) for part in layer.qkv(x).split(8, -1))
     weights = torch.softmax(torch.einsum("blhc,bmhc->bhlm", q, k) / 2, -1)
@@ -70,13 +55,11 @@ def test_time_features_are_sines_and_cosines_of_a_thousand_t():
     assert torch.allclose(features[1], torch.cat([angles.sin(), angles.cos()]), atol=1e-12)
 
 
-# --- Sampling ----------------------------------------------------------------------------------------------------
-
 CONFIGS = [MDLMConfig(), EMoEConfig(experts=2), VADDConfig(latent=2)]
-IDS = ["mdlm", "emoe", "vadd"]
+every_method = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@every_method
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_step_is_one_network_call(tiny, config, steps: int):
     method = tiny(config)
@@ -85,6 +68,9 @@ def test_a_step_is_one_network_call(tiny, config, steps: int):
     assert count.calls == steps
     method.sample(masks(method, 3), steps, Rng(0))
     assert count.calls == steps  # the hook is removed
+    with count_calls(method.backbone) as count:
+        method(torch.tensor([[0, 2]]), ramp_of(method), Rng(0))
+    assert count.calls == 1  # and so is a training step
     pool = draw(method, 7, steps, seed=1, batch=3)
     assert pool.nfe == steps and pool.samples.shape == (7, 2) and (pool.samples != method.space.mask_id).all()
 
@@ -95,15 +81,7 @@ def test_a_sampler_with_hidden_calls_is_refused(tiny, monkeypatch: pytest.Monkey
         draw(tiny(MDLMConfig()), 4, 2)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_training_takes_one_network_call(tiny, config):
-    method = tiny(config)
-    with count_calls(method.backbone) as count:
-        method(torch.tensor([[0, 2]]), ramp_of(method), Rng(0))
-    assert count.calls == 1
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@every_method
 def test_given_tokens_stay_and_every_mask_is_filled(tiny, config):
     method = tiny(config, size=4, length=3)
     given = torch.tensor([[0, 1, 2], [1, 1, 3], [2, 0, 3], [1, 1, 1]])  # 1 is the mask
@@ -120,7 +98,7 @@ def test_given_rows_that_do_not_fit_are_refused(tiny, rows: list[list[int]]):
         draw(tiny(MDLMConfig(), size=4), 1, 2, given=torch.tensor(rows))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@every_method
 def test_step_events_describe_every_step(tiny, config):
     method = tiny(config, length=3)
     events: list[StepEvent] = []
@@ -139,7 +117,7 @@ def test_step_events_describe_every_step(tiny, config):
     assert torch.equal(rows, method.sample(masks(method, 50), 4, Rng(2)))  # `on_step` changes nothing
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@every_method
 def test_equal_seeds_give_equal_samples_and_other_seeds_others(tiny, config):
     method = tiny(config, length=3)
     first = method.sample(masks(method, 200), 3, Rng(3))
@@ -154,7 +132,7 @@ def test_equal_seeds_give_equal_samples_and_other_seeds_others(tiny, config):
     assert torch.equal(state, torch.random.get_rng_state())  # the global generator is not touched
 
 
-@pytest.mark.parametrize("config", [MDLMConfig(), EMoEConfig(experts=2)], ids=["mdlm", "emoe"])
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.kind)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_infilled_rows_follow_the_chain_from_the_given_state(tiny, config, steps: int):
     method = tiny(config, length=3)
@@ -176,18 +154,13 @@ def test_rng_streams_are_functions_of_seed_rank_step_and_purpose():
 
     base = numbers(Rng(1).at(5))
     assert base == numbers(Rng(1).at(5)) and base == numbers(Rng(1).at(9).at(5))
-    others = [
-        numbers(Rng(2).at(5)),
-        numbers(Rng(1).at(6)),
-        numbers(Rng(1, rank=1, world=2).at(5)),
-        numbers(Rng(1).at(5), "time"),
-        numbers(Rng(1).fork("a").at(5)),
-        numbers(Rng(1).fork("b").at(5)),
-    ]
+    rngs = [Rng(2), Rng(1, rank=1, world=2), Rng(1).fork("a"), Rng(1).fork("b")]
+    others = [*(numbers(rng.at(5)) for rng in rngs), numbers(Rng(1).at(5), "time"), numbers(Rng(1).at(6))]
     assert len({tuple(row) for row in [base, *others]}) == 7
+    assert numbers(Rng(3, rank=1, world=2).part(2, 3).at(9)) == numbers(Rng(3, rank=5, world=6).at(9))
     shared = [numbers(Rng(1, rank=r, world=2).at(5), "time", shared=True) for r in (0, 1)]
     assert shared[0] == shared[1]
     rng = Rng(1).at(5)
     first, second = numbers(rng), numbers(rng)
     assert first == base and second != base  # a stream goes on within a step
-    assert numbers(rng.at(6)) == others[1] and len(rng.generators()) == 1
+    assert numbers(rng.at(6)) == others[-1] and len(rng.generators()) == 1

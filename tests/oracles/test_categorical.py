@@ -8,14 +8,11 @@ import pytest
 import torch
 from enumeration import ALPHA, chi_square
 from scipy import stats
+from steps import generator
 
 from emoe.diffusion.categorical import draw_categorical, gumbel, gumbel_from_uniform
 
 GAP = 20.5  # log-probability of the heavy token minus that of a rare one
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

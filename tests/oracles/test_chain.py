@@ -8,45 +8,20 @@ import numpy as np
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square, gauss_legendre, product_of_marginals, single
-from references import reverse_distribution
+from references import CosineSchedule
 from steps import masks
 
-from emoe.diffusion.masking import subs
-from emoe.diffusion.schedule import CosineSchedule
 from emoe.methods import masked
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng
-from emoe.routing.routes import replay
-from emoe.types import Gate
 
 RAMP = {"relax_tau": torch.tensor(0.7).double(), "kl_weight": torch.tensor(0.6).double()}
 
 
 def counts_of(exact: Enumeration, rows: torch.Tensor) -> torch.Tensor:
     return torch.bincount(exact.index(rows), minlength=len(exact.states))
-
-
-# --- Oracle 2: the T-step chain ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", [EMoEConfig(experts=2), MDLMConfig()], ids=["emoe", "mdlm"])
-def test_enumerated_step_is_the_mixture_of_the_reverse_distributions(tiny, config):
-    """Eq. 5: sum over z of p(z | xt) prod over l of p(xs^l | xt, z), each factor from `reverse_distribution`."""
-    exact = Enumeration(tiny(config))
-    t, alpha_s, alpha_t = 0.6, 0.8, 0.4
-    mixture = torch.zeros(len(exact.states), len(exact.states), dtype=torch.float64)
-    log_route, _, _ = exact.read(exact.states, t)
-    rows, times = exact.states, torch.full((len(exact.states),), t, dtype=torch.float64)
-    for r, route in enumerate(exact.routes):
-        gates = [Gate(z.expand(len(rows), -1)[..., None], torch.ones(len(rows), 2, 1).double()) for z in route]
-        logits = exact.method.backbone.predict(rows, times, route=replay(gates)).logits
-        move = reverse_distribution(subs(logits, rows, exact.mask_id), rows, alpha_s, alpha_t, exact.mask_id)
-        joint = (move[:, 0, rows[:, 0]] * move[:, 1, rows[:, 1]]).detach()  # (xt, xs)
-        mixture += log_route[:, r, None].exp().detach() * joint
-    assert torch.allclose(mixture, exact.step(t, alpha_s, alpha_t), atol=1e-15)
-    assert torch.allclose(mixture.sum(-1), torch.ones(len(rows)).double(), atol=1e-14)
 
 
 def test_one_expert_is_mdlm(twins):
@@ -73,19 +48,6 @@ def test_one_expert_is_mdlm(twins):
             assert torch.allclose(parameter.grad[0], grad, atol=1e-12)
         else:
             assert torch.allclose(parameter.grad, want[name].grad, atol=1e-12), name
-
-
-# --- Oracle 3: Prop. 3.1 -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_bound_holds_for_every_row_of_every_model(tiny, steps: int):
-    """Eq. 6 with weight T on the KL; for the weight 1 of the experiments nothing is claimed unless T = 1."""
-    for seed in range(12):
-        exact = Enumeration(tiny(seed=seed, depth=1 + seed % 2))
-        with torch.no_grad():
-            gap = exact.bound(steps) - exact.nll(steps)
-        assert (gap > -1e-12).all() and gap.max() > 1e-6
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -145,9 +107,6 @@ def test_steps_of_the_proof_of_proposition_3_1(tiny):
             assert step_kl <= q @ each_kl + route_kl + 1e-12  # Eq. 31, 37
 
 
-# --- Oracle 8: samplers ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
     ("config", "length", "size", "seed"),
@@ -199,9 +158,6 @@ def test_vadd_samples_follow_the_integral_over_its_latent(tiny):
     counts = torch.bincount(rows[:, 0] * 3 + rows[:, 1], minlength=9)
     assert chi_square(counts, law) > ALPHA
     assert chi_square(counts, product_of_marginals(law.flatten(), 3, 2)) < 1e-6
-
-
-# --- Oracle 6: the training loss ---------------------------------------------------------------------------------
 
 
 def cycle(exact: Enumeration, rows: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from steps import batch_of, generator, gradients, loss_at, randn
+from steps import batch_of, generator, gradients, loss_at, randn, scramble
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -25,9 +25,6 @@ def run(experts: RoutedExperts, expert: int, x: Tensor) -> Tensor:
     """One expert on all of x."""
     hidden = nnf.gelu(x @ experts.w_in[expert] + experts.b_in[expert])
     return hidden @ experts.w_out[expert] + experts.b_out[expert]
-
-
-# --- Oracle 11: the straight-through surrogate (Eq. 10-11) -------------------------------------------------------
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.7, 2.0])
@@ -58,7 +55,7 @@ def test_gate_gradient_is_the_formula_and_the_finite_difference(tau: float, top_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_straight_through_output_is_bit_equal_to_hard_routing(scramble, dtype: torch.dtype):
+def test_straight_through_output_is_bit_equal_to_hard_routing(dtype: torch.dtype):
     logits = (10 * randn(3, 5, 4, seed=12)).to(dtype).requires_grad_()  # some experts are all but impossible
     x = randn(3, 5, 8, seed=13, dtype=dtype)
     paths = ["loop", "dense", "sliced"] if dtype == torch.float64 else ["loop", "dense", "sliced", "grouped"]
@@ -76,7 +73,7 @@ def test_straight_through_output_is_bit_equal_to_hard_routing(scramble, dtype: t
 
 
 @pytest.mark.parametrize("dispatch", ["loop", "dense", "sliced"])
-def test_router_gradient_through_the_experts_is_the_formula(scramble, dispatch: str):
+def test_router_gradient_through_the_experts_is_the_formula(dispatch: str):
     """out = sum_j w_j f_j(x): the router learns from all kept experts, x and the experts only from the drawn one."""
     experts = scramble(RoutedExperts(6, 8, 4, dispatch).double(), 1)
     x, logits = randn(2, 3, 6, seed=14).requires_grad_(), randn(2, 3, 4, seed=15).requires_grad_()
@@ -151,9 +148,6 @@ def test_whole_training_gradient_is_the_finite_difference_of_the_surrogate(tiny,
     assert routers and all(want[name].abs().max() > 1e-3 for name in routers)
 
 
-# --- Oracle 15: dispatch -----------------------------------------------------------------------------------------
-
-
 def one_hot_mixture(experts: RoutedExperts, x: Tensor, gate: Gate) -> Tensor:
     """sum_e mix_e f_e(x) over all experts; those that are not drawn give only the gradient of their weight."""
     out = torch.zeros_like(x)
@@ -180,7 +174,7 @@ LOADS = {
     ids=["loop", "dense", "sliced", "grouped", "auto"],
 )
 @pytest.mark.parametrize("k", [1, 2])
-def test_every_dispatch_is_the_one_hot_mixture(scramble, load: str, dispatch: str, dtype: torch.dtype, k: int):
+def test_every_dispatch_is_the_one_hot_mixture(load: str, dispatch: str, dtype: torch.dtype, k: int):
     experts = scramble(RoutedExperts(8, 16, 5, dispatch).to(dtype), 2)
     first = torch.tensor(LOADS[load]).view(3, 4)
     expert = torch.stack([first, (first + 1) % 5], -1)[..., :k]
@@ -205,7 +199,7 @@ def test_every_dispatch_is_the_one_hot_mixture(scramble, load: str, dispatch: st
 
 
 @pytest.mark.parametrize("top_k", [0, 2, 4])
-def test_draws_that_share_their_rows_are_those_that_run_by_themselves(scramble, top_k: int):
+def test_draws_that_share_their_rows_are_those_that_run_by_themselves(top_k: int):
     rows, draws, positions, count = 3, 4, 2, 5
     experts = scramble(RoutedExperts(6, 8, count, "loop").double(), 1)
     logits, cotangent = randn(rows * draws, positions, count, seed=28), randn(rows, draws, positions, 6, seed=29)
@@ -227,13 +221,13 @@ def test_draws_that_share_their_rows_are_those_that_run_by_themselves(scramble, 
         assert a is b is None or (torch.allclose(a, b, atol=1e-12) and b.any())
 
 
-def test_activations_differ_by_the_approximation_only(scramble):
+def test_activations_differ_by_the_approximation_only():
     exact, near = (scramble(RoutedExperts(8, 16, 3, "loop", name).double(), 1) for name in ("gelu", "gelu-tanh"))
     x, gate = 3 * randn(2, 5, 8), Gate(torch.randint(3, (2, 5, 1), generator=generator()), torch.ones(2, 5, 1).double())
     assert 1e-6 < (exact(x, gate) - near(x, gate)).abs().max() < 1e-2
 
 
-def test_experts_agree_under_autocast(scramble):
+def test_experts_agree_under_autocast():
     x, gate = randn(3, 5, 16, dtype=torch.float32), Gate(torch.arange(15).view(3, 5, 1) % 4, torch.ones(3, 5, 1))
     want, slopes = scramble(RoutedExperts(16, 32, 4, "loop"), 3)(x, gate), []
     for dispatch in ("loop", "dense", "sliced", "grouped"):

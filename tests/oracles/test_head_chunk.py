@@ -1,13 +1,14 @@
-"""Oracle 16: logits in chunks and at scored positions only give the loss and gradients of all logits at once."""
+"""Logits in chunks and at scored positions only give the loss and gradients of all logits at once."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from steps import assert_gradients, generator, gradients, loss_at, ramp_of, randn
+from steps import assert_gradients, generator, gradients, loss_at, ramp_of, randn, scramble
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -16,7 +17,7 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.backbones.unet import UNetConfig
 from emoe.config import ConfigError
 from emoe.diffusion import head
-from emoe.diffusion.head import scored_total_and_target
+from emoe.diffusion.head import has_room, total_and_target
 from emoe.engine.fit import NumericFailure, TrainConfig, fit
 from emoe.engine.optim import OptimConfig
 from emoe.methods.ar import ARConfig
@@ -35,41 +36,32 @@ SMALL = {"width": 16, "depth": 2, "heads": 2, "hidden": 16, "time_size": 8, "dis
 DIT = SMALL | {"cond_size": 8, "latent_hidden": 8, "dropout": 0.1}
 UNET = {"channels": 8, "hidden": 8, "time_size": 8, "time_hidden": 16, "groups": 2, "dispatch": "loop"}
 METHODS = {
-    "mdlm": lambda **more: MDLMConfig(t_low=0.05, **more),
-    "vadd": lambda **more: VADDConfig(latent=3, t_low=0.05, **more),
-    "vadd-plus": lambda **more: VADDConfig(latent=3, draws=3, t_low=0.05, **more),
-    "emoe": lambda **more: EMoEConfig(experts=3, t_low=0.05, **more),
-    "emoe-vimco": lambda **more: EMoEConfig(
-        experts=3, compare=CompareConfig(draws=2, credit="position"), t_low=0.05, **more
-    ),
-    "sedd": lambda **more: SEDDConfig(t_low=0.05, **more),
-    "bd3lm": lambda **more: BD3LMConfig(block=8, t_low=0.05, **more),
-    "ar": ARConfig,
+    "mdlm": MDLMConfig(t_low=0.05),
+    "vadd": VADDConfig(latent=3, t_low=0.05),
+    "vadd-plus": VADDConfig(latent=3, draws=3, t_low=0.05),
+    "emoe": EMoEConfig(experts=3, t_low=0.05),
+    "emoe-vimco": EMoEConfig(experts=3, compare=CompareConfig(draws=2, credit="position"), t_low=0.05),
+    "sedd": SEDDConfig(t_low=0.05),
+    "bd3lm": BD3LMConfig(block=8, t_low=0.05),
+    "ar": ARConfig(),
 }
 LIKELIHOODS = {"mdlm": "nelbo", "sedd": "nelbo", "ar": "exact", "bd3lm": "bound@3"}  # of the others iw@2,3
 CASES = [(name, "dit") for name in METHODS] + [(name, "unet") for name in ("mdlm", "vadd", "emoe", "sedd")]
 CASES += [(name, "transformer") for name in ("mdlm", "vadd", "emoe-vimco", "sedd")]
 
 
-@pytest.fixture
-def build(scramble):
-    def make(name: str, backbone: str = "dit", dtype: torch.dtype = torch.float64, **more: object) -> Method:
-        sizes = {
-            "dit": lambda: DiTConfig(**DIT, causal=name == "ar", time_conditioning=name == "sedd"),
-            "transformer": lambda: TransformerConfig(**SMALL),
-            "unet": lambda: UNetConfig(**UNET),
-        }[backbone]()
-        return scramble(METHODS[name](**more).build(SPACE, sizes).to(dtype), 3).train()
-
-    return make
+def build(name: str, backbone: str = "dit", dtype: torch.dtype = torch.float64, **more: object) -> Method:
+    sizes = {
+        "dit": DiTConfig(**DIT, causal=name == "ar", time_conditioning=name == "sedd"),
+        "transformer": TransformerConfig(**SMALL),
+        "unet": UNetConfig(**UNET),
+    }[backbone]
+    return scramble(replace(METHODS[name], **more).build(SPACE, sizes).to(dtype), 3).train()
 
 
 def rows(count: int = 6) -> Tensor:
     symbols = torch.tensor([v for v in range(SPACE.size) if v != SPACE.mask_id])
     return symbols[torch.randint(10, (count, SPACE.length), generator=generator())]
-
-
-# --- The functions -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1_000])
@@ -85,20 +77,20 @@ def test_sum_and_target_are_those_of_all_logits(share: float, chunk: int, monkey
         scored = (torch.randperm(30, generator=generator(count)) < count).view(6, 5)
         values = logits.logsumexp(-1), logits.gather(-1, target[..., None]).squeeze(-1)
         want = [torch.where(scored, value, 0.0) for value in values]
-        *got, valid = scored_total_and_target(h, weight, held, target, scored, chunk, share)
-        assert share == 1 or valid
+        got = total_and_target(h, weight, held, target, scored, chunk, share)
+        assert has_room(scored, share) is None if share == 1 else has_room(scored, share)
         sums = [sum((a * b).sum() for a, b in zip(slopes, both, strict=True)) for both in (got, want)]
         grads = [torch.autograd.grad(one, [h, weight, bias], retain_graph=True) for one in sums]
         for a, b in zip([*got, *grads[0]], [*want, *grads[1]], strict=True):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
     if share < 1:
         scored = (torch.arange(30) < room + 1).view(6, 5)
-        assert not scored_total_and_target(h, weight, held, target, scored, chunk, share).valid
+        assert not has_room(scored, share)
 
 
 @pytest.mark.parametrize("mask_id", [0, 3, 10])
 @pytest.mark.parametrize("config", [DiTConfig(**DIT), TransformerConfig(**SMALL), UNetConfig(**UNET)])
-def test_head_weights_are_those_of_read(scramble, config, mask_id: int):
+def test_head_weights_are_those_of_read(config, mask_id: int):
     """The heads of transformer and UNet have no output for the mask; its entry is put in at -inf."""
     backbone = scramble(config.build(TokenSpace(size=11, mask_id=mask_id, length=16), Needs()).double(), 1)
     h = randn(4, 5, backbone.head.in_features)
@@ -116,17 +108,14 @@ def test_no_value_is_read_and_shapes_are_fixed():
         bias, target = torch.zeros(30_522, requires_grad=True), torch.zeros(512, 128, dtype=torch.long)
         scored = torch.zeros(512, 128, dtype=torch.bool)
         for room in (1.0, 0.55):
-            total, chosen, _ = scored_total_and_target(h, weight, bias, target, scored, 8_192, room)
+            total, chosen = total_and_target(h, weight, bias, target, scored, 8_192, room)
             (total - chosen).sum().backward()
     assert total.shape == (512, 128) and h.grad.shape == h.shape and weight.grad.shape == weight.shape
 
 
-# --- Methods -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunk", [4, 1_000])
 @pytest.mark.parametrize(("name", "backbone"), CASES, ids="-".join)
-def test_loss_gradients_and_likelihoods_are_those_of_the_full_head(build, name: str, backbone: str, chunk: int):
+def test_loss_gradients_and_likelihoods_are_those_of_the_full_head(name: str, backbone: str, chunk: int):
     """Dropout included, which draws the same noise: the network before the head is run once in both."""
     results = []
     for more in ({}, {"head_chunk": chunk}):
@@ -143,7 +132,7 @@ def test_loss_gradients_and_likelihoods_are_those_of_the_full_head(build, name: 
 
 
 @pytest.mark.parametrize("name", ["mdlm", "vadd-plus", "emoe", "emoe-vimco"])
-def test_clean_positions_have_exactly_no_gradient(build, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_clean_positions_have_exactly_no_gradient(monkeypatch: pytest.MonkeyPatch, name: str):
     method, features = build(name, head_chunk=4).eval(), []
     inner = method.scores
     monkeypatch.setattr(method, "scores", lambda h, *rest: features.append(h) or h.retain_grad() or inner(h, *rest))
@@ -166,7 +155,7 @@ def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "ar"])
-def test_training_computes_a_share_of_the_logits_and_the_same_step(build, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_training_computes_a_share_of_the_logits_and_the_same_step(name: str, monkeypatch: pytest.MonkeyPatch):
     results, sizes = [], noted_sizes(monkeypatch)
     monkeypatch.setattr(head, "MIN_ROWS", 16)
     for more in ({}, {"head_share": 0.75}):
@@ -188,7 +177,7 @@ def test_training_computes_a_share_of_the_logits_and_the_same_step(build, name: 
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "ar"])
-def test_a_step_with_too_many_masks_is_refused_and_ends_training(build, name: str, tmp_path: Path):
+def test_a_step_with_too_many_masks_is_refused_and_ends_training(name: str, tmp_path: Path):
     """The loss is finite, `valid` is false, no weight changes, and the failure names the option to raise."""
     method = build(name, dtype=torch.float32, head_chunk=1_000, head_share=0.1)
     loss = method(rows(64), ramp_of(method, torch.float32), Rng(1))
@@ -200,14 +189,14 @@ def test_a_step_with_too_many_masks_is_refused_and_ends_training(build, name: st
     assert all(torch.equal(a, b) for a, b in zip(before, method.parameters(), strict=True))
 
 
-def test_no_more_than_a_chunk_of_logits_is_computed_at_a_time(build, monkeypatch: pytest.MonkeyPatch):
+def test_no_more_than_a_chunk_of_logits_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch):
     method, sizes = build("mdlm", head_chunk=40), noted_sizes(monkeypatch)
     monkeypatch.setattr(method.backbone, "read", None)
     method(rows(), {}, Rng(0)).total.backward()
     assert sizes == [40, 40, 16] * 2  # forward, then backward
 
 
-def test_half_precision_autocast_stays_near(build):
+def test_half_precision_autocast_stays_near():
     results = []
     for more in ({}, {"head_chunk": 40}):
         method = build("mdlm", dtype=torch.float32, **more).eval()

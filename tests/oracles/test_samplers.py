@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square, product_of_marginals
-from steps import masks, randn
+from small import TRANSFORMER
+from steps import masks, randn, scramble
 from torch import Tensor
 
 from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
-from emoe.diffusion.samplers import top_p
+from emoe.diffusion.categorical import top_p
 from emoe.evaluation.measure import measure_samples
 from emoe.exact.laws import chain_law
 from emoe.experiment import customise
@@ -35,22 +36,17 @@ CONFIGS = [MDLMConfig(), VADDConfig(latent=1), EMoEConfig(experts=2)]
 IDS = ["mdlm", "vadd", "emoe"]
 
 
-@pytest.fixture
-def build(scramble):
-    """A factory of small methods on a DiT, in float64, with weights of their own."""
-
-    def make(config: MaskedDiffusionConfig, *, space: TokenSpace = SPACE, seed: int = 23, **other: object):
-        small = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 8, "time_size": 4, "latent_hidden": 8}
-        sizes = DiTConfig(**(small | {"dropout": 0.0, "dispatch": "loop"} | other))
-        method = scramble(config.build(space, sizes).double(), seed).eval()
-        with torch.no_grad():  # blocks that add much, and no symbol that is drawn nearly always
-            method.backbone.head.bias.zero_()
-            method.backbone.trunk.adaln.bias[:8] = 0
-            for block in method.backbone.trunk.blocks:
-                block.adaln.bias.view(6, 8)[[2, 5]] = 1
-        return method
-
-    return make
+def build(config: MaskedDiffusionConfig, *, space: TokenSpace = SPACE, **other: object):
+    """A small method on a DiT, in float64."""
+    small = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 8, "time_size": 4, "latent_hidden": 8}
+    sizes = DiTConfig(**(small | {"dropout": 0.0, "dispatch": "loop"} | other))
+    method = scramble(config.build(space, sizes).double(), 23).eval()
+    with torch.no_grad():  # blocks that add much, and no symbol that is drawn nearly always
+        method.backbone.head.bias.zero_()
+        method.backbone.trunk.adaln.bias[:8] = 0
+        for block in method.backbone.trunk.blocks:
+            block.adaln.bias.view(6, 8)[[2, 5]] = 1
+    return method
 
 
 def sampler(kind: str, nucleus: float = 1.0) -> SamplerConfig:
@@ -65,12 +61,9 @@ def watched(method: MaskedDiffusion, kind: str, x: Tensor, steps: int):
     return rows, events, count
 
 
-# --- Oracle 9: one law -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_samples_follow_the_enumerated_chain(build, config: MaskedDiffusionConfig, kind: str):
+def test_samples_follow_the_enumerated_chain(config: MaskedDiffusionConfig, kind: str):
     """V = 3, L = 3, T = 3, by chi-square, which rejects the chain with another number of steps and independence."""
     method = build(config)
     exact = Enumeration(method)
@@ -89,7 +82,7 @@ def test_samples_follow_the_enumerated_chain(build, config: MaskedDiffusionConfi
     assert chi_square(counts, product_of_marginals(law(STEPS), 3, 3)) < 1e-9
 
 
-def test_revealing_first_is_exact_where_the_network_reads_the_time(build):
+def test_revealing_first_is_exact_where_the_network_reads_the_time():
     method = build(MDLMConfig(), time_conditioning=True)
     exact = Enumeration(method)
     rows = method.sample(masks(method, 30_000), 2, Rng(4), sampler=sampler("reveal-first"))
@@ -99,7 +92,7 @@ def test_revealing_first_is_exact_where_the_network_reads_the_time(build):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_equal_streams_reveal_the_same_positions_and_given_tokens_stay(build, config: MaskedDiffusionConfig):
+def test_equal_streams_reveal_the_same_positions_and_given_tokens_stay(config: MaskedDiffusionConfig):
     method = build(config)
     given = torch.tensor([[1, 1, 1], [1, 0, 1], [2, 1, 0], [0, 2, 2]]).repeat(25, 1)
     plain, other = (watched(method, kind, given, 6) for kind in KINDS)
@@ -111,11 +104,8 @@ def test_equal_streams_reveal_the_same_positions_and_given_tokens_stay(build, co
     assert torch.equal(given[3::4], torch.tensor([[0, 2, 2]]).repeat(25, 1))  # the argument is not changed
 
 
-# --- Events and calls --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_events_have_the_latent_of_every_row(build, kind: str):
+def test_events_have_the_latent_of_every_row(kind: str):
     """Gates of both blocks, with expert -1 in rows that were not run; for VADD a vector, with zeros there."""
     for config in CONFIGS:
         method, n = build(config), 40
@@ -135,7 +125,7 @@ def test_events_have_the_latent_of_every_row(build, kind: str):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_only_rows_with_revealed_positions_are_run(build, config: MaskedDiffusionConfig):
+def test_only_rows_with_revealed_positions_are_run(config: MaskedDiffusionConfig):
     method, n, steps = build(config), 50, 9
     given = masks(method, n)
     given[:5] = 0  # complete rows
@@ -149,16 +139,16 @@ def test_only_rows_with_revealed_positions_are_run(build, config: MaskedDiffusio
 @pytest.mark.parametrize(
     ("config", "steps"), [(EMoEConfig(experts=2), 1), (EMoEConfig(experts=2), 4), (MDLMConfig(), 1)]
 )
-def test_the_head_reads_every_position_once_and_many_in_parts(build, monkeypatch: pytest.MonkeyPatch, config, steps):
+def test_the_head_reads_every_position_once_and_many_in_parts(monkeypatch: pytest.MonkeyPatch, config, steps):
     method, read = build(config), []
-    monkeypatch.setattr("emoe.methods.masked.READ_AT_ONCE", 50)
+    monkeypatch.setattr("emoe.methods.masked.AT_ONCE", 50)
     inner = method.backbone.read
     monkeypatch.setattr(method.backbone, "read", lambda h: read.append(len(h)) or inner(h))
     method.sample(masks(method, 30), steps, Rng(0), sampler=sampler("reveal-first"))
     assert sum(read) == 90 and max(read) <= 50 and (read == [50, 40] or steps > 1)
 
 
-def test_draw_counts_the_calls_of_a_row(build):
+def test_draw_counts_the_calls_of_a_row():
     method = build(MDLMConfig())
     assert draw(method, 20, 8, seed=1, batch=7).calls == 8
     pool = draw(method, 2_000, 8, seed=1, batch=700, sampler=sampler("reveal-first"))
@@ -168,9 +158,7 @@ def test_draw_counts_the_calls_of_a_row(build):
 
 def test_evaluation_uses_the_sampler_of_the_experiment(tmp_path: Path):
     np.save(tmp_path / "rows.npy", np.arange(60).reshape(20, 3) % 6)
-    small = {"width": 8, "hidden": 8, "heads": 2, "depth": 1, "time-size": 8, "cond-size": 4, "dropout": 0}
-    settings = {"backbone": "dit", "domain.path": str(tmp_path / "rows.npy"), "eval.samples": "50", "eval.nfe": "6"}
-    settings |= {f"backbone.{name}": str(value) for name, value in small.items()}
+    settings = TRANSFORMER | {"domain.path": str(tmp_path / "rows.npy"), "eval.samples": 50, "eval.nfe": [6]}
     plain = customise(get_recipe("rows-mdlm"), settings)
     changed = customise(plain, {"eval.sampler.kind": "reveal-first", "eval.sampler.nucleus": "0.5"})
     assert changed.name == f"{plain.name} eval.sampler.kind=reveal-first eval.sampler.nucleus=0.5"
@@ -182,16 +170,10 @@ def test_evaluation_uses_the_sampler_of_the_experiment(tmp_path: Path):
 
 
 def test_unknown_options_and_methods_with_a_sampler_of_their_own_are_refused(tiny):
-    for nucleus in (0.0, -0.5, 1.5):
-        with pytest.raises(ConfigError, match="nucleus: must be > 0 and <= 1"):
-            SamplerConfig(nucleus=nucleus)
-    with pytest.raises(ConfigError, match="eval.sampler.kind: got 'greedy'"):
-        customise(get_recipe("rows-mdlm"), {"eval.sampler.kind": "greedy"})
+    with pytest.raises(ConfigError, match="nucleus: must be > 0 and <= 1"):
+        SamplerConfig(nucleus=0.0)
     with pytest.raises(ConfigError, match="sampler: SEDD has a sampler of its own"):
         draw(tiny(SEDDConfig()), 4, 2, sampler=sampler("plain", 0.9))
-
-
-# --- Nucleus -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.95])
@@ -219,7 +201,7 @@ def test_nucleus_of_equals_takes_the_first_and_one_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_from_the_nucleus_follow_its_law(build, kind: str):
+def test_samples_from_the_nucleus_follow_its_law(kind: str):
     """MDLM in one step: the product over positions of its marginals, cut at p and normalised again."""
     method = build(MDLMConfig(), space=TokenSpace(size=5, mask_id=1, length=2))
     with torch.no_grad():

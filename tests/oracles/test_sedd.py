@@ -10,16 +10,14 @@ import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square, gauss_legendre, single
 from references import tweedie_distribution
-from steps import generator, masks, randn
+from steps import masks, randn
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
-from emoe.experiment import customise
+from emoe.diffusion.times import GridStep
 from emoe.methods import sedd
 from emoe.methods.sedd import SEDD, SEDDConfig, log_scale, score_entropy, tweedie_step
-from emoe.recipes import get_recipe
 from emoe.rng import Rng
 from emoe.types import Features, Likelihood, StepEvent, TokenSpace
 
@@ -35,15 +33,8 @@ def sigma(t: float) -> float:
     return -math.log(1 - (1 - EPS) * t)
 
 
-def alpha(t: float) -> float:
-    return 1 - (1 - EPS) * t
-
-
 def index(rows: Tensor) -> Tensor:
     return rows[:, 0] * 3 + rows[:, 1]
-
-
-# --- Loss --------------------------------------------------------------------------------------------------------
 
 
 def test_loss_is_the_published_formula_and_clean_positions_take_no_part(tiny):
@@ -55,7 +46,7 @@ def test_loss_is_the_published_formula_and_clean_positions_take_no_part(tiny):
     logits = method.backbone.read(h)
     method.backbone.forward = lambda *_: Features(h)
     log_s = method.log_score(xt, t)
-    loss, recon, _ = method.score_loss(x0, xt, t)
+    loss, recon = method.score_loss(x0, xt, t)
     for row in range(2):
         level = sigma(t[row].item())
         r, want, plain = 1 / (math.exp(level) - 1), 0.0, 0.0
@@ -98,9 +89,6 @@ def test_times_are_between_t_low_and_one_and_parts_of_the_loss_add_up(tiny, monk
     assert loss.log["excess"] > 0
 
 
-# --- Analytic sampler --------------------------------------------------------------------------------------------
-
-
 def generator_matrix(size: int, mask_id: int) -> Tensor:
     """Q of dp/dsigma = Q p: every symbol leaves for the mask at rate 1."""
     matrix = -torch.eye(size, dtype=torch.float64)
@@ -133,13 +121,13 @@ def test_analytic_step_is_tweedies_formula(mask_id: int):
 def test_drawn_steps_follow_the_analytic_distribution(
     alpha_s: float, shift: float, at_once: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sedd, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(sedd, "AT_ONCE", at_once)
     n, alpha_t, xt = 60_000, 0.3, torch.tensor([[2, 0]])
     scaled = randn(1, 2, 4, seed=1) + shift - log_scale(torch.tensor([-math.log(alpha_t)]).double(), 4)
     log_s = scaled.scatter(-1, xt[..., None], 0.0)
     probs = tweedie_distribution(log_s, xt, -math.log(alpha_s), -math.log(alpha_t), 2)[0, 0]
     many = log_s.expand(n, -1, -1), xt.expand(n, -1)
-    xs, revealed = tweedie_step(*many, alpha_s, alpha_t, 2, generator(2), generator(3))
+    xs, revealed = tweedie_step(*many, GridStep(1, 1.0, alpha_s, alpha_t), 2, Rng(2))
     assert (xs[:, 1] == 0).all() and torch.equal(revealed, torch.stack([xs[:, 0] != 2, torch.zeros(n).bool()], 1))
     assert (probs[2] == 0) == (alpha_s == 1 or shift > 0)
     assert chi_square(torch.bincount(xs[:, 0], minlength=4), probs) > ALPHA
@@ -183,9 +171,6 @@ def test_samples_follow_the_enumerated_chain_and_given_tokens_stay(tiny, steps: 
         assert torch.equal(rows, method.sample(masks(method, n), steps, Rng(1)))
 
 
-# --- Likelihood --------------------------------------------------------------------------------------------------
-
-
 def integral(method: SEDD, low: float, share: float, nodes: int = 24) -> Tensor:
     """Integral over t in [low, 1] of E[loss] for each clean row, where a token is masked with probability share * t."""
     total = torch.zeros(len(CLEAN), dtype=torch.float64)
@@ -195,7 +180,7 @@ def integral(method: SEDD, low: float, share: float, nodes: int = 24) -> Tensor:
         times = torch.full((len(CLEAN),), t, dtype=torch.float64)
         for pattern, p in zip(patterns, prob, strict=True):
             with torch.no_grad():
-                loss, _, _ = method.score_loss(CLEAN, torch.where(pattern, MASK, CLEAN), times)
+                loss, _ = method.score_loss(CLEAN, torch.where(pattern, MASK, CLEAN), times)
             total += weight * p * loss
     return total
 
@@ -294,18 +279,3 @@ def test_scores_of_a_wrong_sum_cost_what_the_constant_says(shift: float):
     with torch.no_grad():
         method.backbone.shift.fill_(shift)
     assert torch.allclose(integral(method, 0.0, 1.0) - right, torch.tensor(2 * (math.exp(shift) - 1 - shift)).double())
-
-
-# --- As a method -------------------------------------------------------------------------------------------------
-
-
-def test_a_network_that_does_not_read_the_time_is_refused():
-    message = "backbone.time_conditioning: must be true"
-    with pytest.raises(ConfigError, match=message):
-        SEDDConfig().build(SPACE, DiTConfig(width=16, heads=2))
-    with pytest.raises(ConfigError, match=message):
-        customise(get_recipe("rows-mdlm"), {"method": "sedd", "backbone": "dit"})
-    changed = customise(
-        get_recipe("rows-mdlm"), {"method": "sedd", "backbone": "dit", "backbone.time-conditioning": "true"}
-    )
-    assert changed.method == SEDDConfig()

@@ -8,27 +8,26 @@ import math
 import pytest
 import torch
 from enumeration import Enumeration
+from references import CosineSchedule
 from steps import loss_at, noised, randn
 from torch import Tensor
 
-from emoe.diffusion.categorical import gaussian_kl
 from emoe.diffusion.masking import subs
-from emoe.diffusion.schedule import CosineSchedule
 from emoe.methods.masked import ReverseStep
-from emoe.methods.vadd import VADD, VADDConfig
+from emoe.methods.vadd import VADD, GaussianLatent, VADDConfig
 from emoe.ramps import Constant
 from emoe.rng import Rng
 
 
-def test_gaussian_kl_is_the_closed_form_and_the_monte_carlo_mean():
+def gaussian_kl(mean: Tensor, log_std: Tensor) -> Tensor:
+    return GaussianLatent(mean, log_std, torch.zeros_like(mean)).kl()
+
+
+def test_gaussian_kl_is_the_closed_form():
     mean, log_std = randn(3, 2, seed=26), 0.5 * randn(3, 2, seed=27)
     q = torch.distributions.Normal(mean, log_std.exp())
     p = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
     assert torch.allclose(gaussian_kl(mean, log_std), torch.distributions.kl_divergence(q, p).sum(-1), atol=1e-14)
-    z = mean + log_std.exp() * randn(100_000, 3, 2, seed=28)
-    ratio = (q.log_prob(z) - p.log_prob(z)).sum(-1)
-    error = ratio.std(0) / math.sqrt(len(z))
-    assert ((ratio.mean(0) - gaussian_kl(mean, log_std)).abs() < 4 * error).all()
     assert (gaussian_kl(torch.zeros(1, 4), torch.zeros(1, 4)) == 0).all()
 
 
@@ -64,9 +63,6 @@ def test_kl_is_weighted_by_lambda_or_by_lambda_times_the_elbo_weight(tiny, sched
             assert loss.total.item() == pytest.approx(expected, rel=1e-13) and loss.log["kl"] > 0
 
 
-# --- Several draws -------------------------------------------------------------------------------------------------
-
-
 def integrals(model: VADD, x0: Tensor, xt: Tensor, t: float, beta: float) -> tuple[float, float]:
     """E over pairs of draws of -beta log 1/2 sum_k exp(f_k / beta) p(z_k) / q(z_k), and -beta log E_p exp(f / beta)."""
     points = torch.linspace(-8, 8, 401, dtype=torch.float64)
@@ -99,9 +95,8 @@ def test_objective_of_two_draws_is_the_integral_and_many_draws_reach_the_likelih
     def drawn(draws: int, rows: int) -> Tensor:
         model = tiny(dataclasses.replace(config, draws=draws), size=4, mask_id=3)
         times = torch.full((rows,), t, dtype=torch.float64)
-        return model.infer_training(
-            noised(model, x0.expand(rows, -1), xt.expand(rows, -1), times), ramp, Rng(5)
-        ).rows.loss
+        step = noised(model, x0.expand(rows, -1), xt.expand(rows, -1), times)
+        return model.objective(step, ramp, Rng(5))[0]
 
     with torch.no_grad():
         two, limit = integrals(tiny(config, size=4, mask_id=3), x0, xt, t, beta / t if elbo_weighted else beta)

@@ -57,10 +57,7 @@ def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: 
 def rotate(
     x: Float[Tensor, "B L H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
 ) -> Float[Tensor, "B L H C"]:
-    """Turn each pair (x_r, x_{r+R}) of a head by its angle (the half-split convention), in the precision of the angles.
-
-    Products of a turned query and a turned key depend on their positions through the difference alone.
-    """
+    """Turn each pair (x_r, x_{r+R}) of a head by its angle (half-split convention), in the precision of the angles."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -76,22 +73,21 @@ def rotated(
 
 
 class RotaryAttention(nn.Module):
-    """Multi-head self-attention without biases; queries and keys are rotated by their positions."""
+    """Multi-head self-attention of block `number`, without biases; queries and keys are rotated by their positions."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, number: int):
         super().__init__()
-        self.heads = heads
+        self.heads, self.number = heads, number
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "B L K"], block: int, view: View) -> Float[Tensor, "B L K"]:
-        """Attend and project."""
+    def forward(self, x: Float[Tensor, "B L K"], view: View) -> Float[Tensor, "B L K"]:
         batch, length, width = x.shape
         parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         # Heads stay behind positions in memory, as in what attention gives back: then none of it is copied.
         q, k, v = (part.transpose(1, 2) for part in rotated(parts, view.cos, view.sin))
         if view.cache is not None:
-            k, v = view.cache.add(block, k, v)
+            k, v = view.cache.add(self.number, k, v)
         causal = view.causal and view.attend is None
         mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))

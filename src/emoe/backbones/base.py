@@ -19,14 +19,17 @@ from emoe.routing.experts import RoutedExperts
 from emoe.types import Features, Gate, Logits, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 
+def at_least_single(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """x in single or double precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 @compiled
 def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor, "*B L V"]:
     """Scores of all symbols but the mask, in at least single precision, with the mask's column put in at -inf."""
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    left, right = scores[..., :mask_id], scores[..., mask_id:]
-    if right.shape[-1] == 0:
-        return nnf.pad(left, (0, 1), value=NEG_INF)
-    return torch.cat([left, torch.full_like(scores[..., :1], NEG_INF), right], dim=-1)
+    scores = at_least_single(scores)
+    mask = torch.full_like(scores[..., :1], NEG_INF)
+    return torch.cat([scores[..., :mask_id], mask, scores[..., mask_id:]], dim=-1)
 
 
 class Prediction(NamedTuple):
@@ -74,8 +77,7 @@ class Backbone(nn.Module, ABC):
         """Logits of features at any positions, in at least single precision, the mask's column at -inf."""
         if not self.has_mask_output:
             return token_logits(self.head(h), self.mask_id)
-        logits = nnf.linear(h, *self.head_weights())
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return at_least_single(nnf.linear(h, *self.head_weights()))
 
     def head_weights(self) -> tuple[Float[Tensor, "V K"], Float[Tensor, " V"]]:
         """W and b of `read`, logits = W h + b; the mask's entry of b is -inf."""
@@ -93,12 +95,7 @@ class Backbone(nn.Module, ABC):
         return Prediction(self.read(out.h), out.route_logits, out.gates)
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
-        """Sums over positions that belong together, for positions of any block or tokens; P = G stays as it is.
-
-        A backbone whose blocks route coarser and finer positions says how they are nested.
-        """
-        if values.shape[-1] != groups:
-            raise ValueError(f"{type(self).__name__} cannot put {values.shape[-1]} positions into {groups} groups")
+        """Sums over positions that belong together, where blocks or tokens have coarser and finer positions."""
         return values
 
 

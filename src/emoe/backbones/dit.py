@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 
 from emoe.backbones.attention import Cache, RotaryAttention, View, rotary_angles
-from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import Dropout, RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
+from emoe.backbones.base import Backbone, BackboneConfig, at_least_single
+from emoe.backbones.layers import Dropout, Flow, RouterConfig, mlp_of, repeat_rows, silu_mlp, time_features, zeroed
 from emoe.config import option
 from emoe.diffusion.head import product_dtype
 from emoe.kernels import compiled
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
-
-SIGMA_EPS = 1e-3  # share of clean tokens at t = 1 in the schedule by which the time is measured
+from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,6 @@ class DiTConfig(BackboneConfig, kind="dit"):
     router: RouterConfig = option(RouterConfig(bias=False), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
-        """Heads must cut the width into even parts, time features come in pairs, a causal network has no time."""
         if self.width % (2 * self.heads):
             yield f"heads: must divide width = {self.width} into even parts (rotary pairs), got {self.heads}"
         if self.time_size % 2:
@@ -58,7 +55,6 @@ class DiTConfig(BackboneConfig, kind="dit"):
             yield "time_conditioning: a causal network has no adaLN that could see the time; set it to false"
 
     def unsupported(self, needs: Needs) -> Iterator[str]:
-        """One line for each wanted feature that is not there; causal networks are for methods that want one."""
         yield from super().unsupported(needs)
         if needs.causal and not self.causal:
             yield "backbone.causal: must be true, since the method predicts each token from those before it"
@@ -73,27 +69,10 @@ class DiTConfig(BackboneConfig, kind="dit"):
             yield "backbone.time_conditioning: must be false, since parts of a row have times of their own"
 
     def build(self, space: TokenSpace, needs: Needs) -> DiT:
-        """Make the denoiser, or with `causal` the autoregressive network."""
         return DiT(self, space, needs)
 
     def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
-        """Make a recognition encoder of the same size."""
         return Encoder(self, space, needs.encoder)
-
-
-# --- Blocks ------------------------------------------------------------------------------------------------------
-
-
-class Norm(nn.Module):
-    """LayerNorm with a weight and no bias, computed in at least single precision."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
-        """Normalise the last axis."""
-        return normed(x, self.weight)
 
 
 @compiled
@@ -104,7 +83,7 @@ def normed(
     scale: Float[Tensor, "B 1 K"] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "*B K"]:
-    """(1 + scale) * norm(x) + shift, in a precision: that of x unless told."""
+    """(1 + scale) * norm(x) + shift, the norm in at least single precision; in that of x unless told."""
     precise = torch.promote_types(x.dtype, torch.float32)
     u = nnf.layer_norm(x.to(precise), weight.shape, weight.to(precise)).to(x.dtype)
     if shift is not None and scale is not None:
@@ -113,91 +92,53 @@ def normed(
 
 
 @compiled
-def added(
-    h: Float[Tensor, "B L K"], out: Float[Tensor, "*E B L K"], strength: Float[Tensor, "B 1 K"] | None
-) -> Float[Tensor, "*E B L K"]:
+def added(h: Float[Tensor, "B L K"], out: Float[Tensor, "B L K"], strength: Float[Tensor, "B 1 K"] | None) -> Tensor:
     """h + strength * out."""
     return h + (out if strength is None else strength * out)
 
 
-def adaln(layer: nn.Linear, c: Float[Tensor, "B C"], parts: int, like: Tensor) -> tuple[Float[Tensor, "B 1 K"], ...]:
-    """The layer's output in `parts`, in the precision of the features: 1 + scale in bf16 would lose small scales."""
-    return layer(c).to(like.dtype)[:, None].chunk(parts, dim=-1)
-
-
-def zeroed(layer: nn.Linear) -> nn.Linear:
-    """The layer with weights and bias at zero."""
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return layer
+def adaln(
+    layer: nn.Linear | None, c: Float[Tensor, "B C"] | None, parts: int, like: Tensor
+) -> tuple[Float[Tensor, "B 1 K"] | None, ...]:
+    """The layer's output in `parts`, if any, in the precision of the features: 1 + scale in bf16 would lose much."""
+    return (None,) * parts if layer is None else layer(c).to(like.dtype)[:, None].chunk(parts, dim=-1)
 
 
 class Block(nn.Module):
     """h + strength * dropout(f((1 + scale) * norm(h) + shift)) for f attention, then for f an MLP, dense or routed.
 
-    Shift, scale and strength (the "gate" of adaLN, not a route's) are linear in the conditioning vector
-    and start at zero, so that the block starts as the identity. A causal block has none of them.
+    Shift, scale and strength (the "gate" of adaLN, not a route's) are linear in the conditioning vector and start at
+    zero, so that the block starts as the identity. A causal block has none of them.
     """
 
-    def __init__(self, config: DiTConfig, experts: int):
+    def __init__(self, config: DiTConfig, number: int, experts: int):
         super().__init__()
-        self.attention_norm = Norm(config.width)
-        self.attention = RotaryAttention(config.width, config.heads)
-        self.mlp_norm = Norm(config.width)
-        self.mlp: nn.Module
-        if experts:
-            self.mlp = RoutedMLP(
-                config.width, config.hidden, experts, config.dispatch, config.router, activation="gelu-tanh"
-            )
-        else:
-            self.mlp = nn.Sequential(
-                nn.Linear(config.width, config.hidden), nn.GELU("tanh"), nn.Linear(config.hidden, config.width)
-            )
+        self.attention_norm = nn.LayerNorm(config.width, bias=False)
+        self.attention = RotaryAttention(config.width, config.heads, number)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
+        self.mlp = mlp_of(config, experts, "gelu-tanh")
         self.dropout = Dropout(config.dropout)
         self.adaln = None if config.causal else zeroed(nn.Linear(config.cond_size, 6 * config.width))
 
     def forward(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, route: Route | None, view: View
-    ) -> tuple[Float[Tensor, "_B L K"], Float[Tensor, "B L E"] | None, Gate | None]:
-        """Features of the rows that the gate keeps; router logits of all rows; the gate."""
-        h, u, strength = self._attend(h, c, number, view)
-        if not isinstance(self.mlp, RoutedMLP):
-            return self._add(h, self.mlp(u), strength), None, None
-        logits, gate = self.mlp.route(u, number, route)
-        out = self.mlp.experts(drop_rows(u, gate), gate)
-        return (
-            self._add(repeat_rows(h, gate), out, None if strength is None else repeat_rows(strength, gate)),
-            logits,
-            gate,
-        )
-
-    def _attend(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, number: int, view: View
-    ) -> tuple[Float[Tensor, "B L K"], Float[Tensor, "B L K"], Float[Tensor, "B 1 K"] | None]:
-        """Features after attention, what router and MLP read of them, and the strength of what these will add."""
-        first, second = self.attention_norm.weight, self.mlp_norm.weight
+        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, flow: Flow, view: View
+    ) -> Float[Tensor, "_B L K"]:
+        """Features of the rows that the gate keeps."""
         dtype = product_dtype(h)  # all that reads u is a matrix product
-        if self.adaln is None:
-            h = self._add(h, self.attention(normed(h, first, None, None, dtype), number, view), None)
-            return h, normed(h, second, None, None, dtype), None
-        assert c is not None
         shift, scale, strength, mlp_shift, mlp_scale, mlp_strength = adaln(self.adaln, c, 6, h)
-        u = normed(h, first, shift, scale, dtype)
-        h = self._add(h, self.attention(u, number, view), strength)
-        return h, normed(h, second, mlp_shift, mlp_scale, dtype), mlp_strength
-
-    def _add(
-        self, h: Float[Tensor, "B L K"], out: Float[Tensor, "*E B L K"], strength: Float[Tensor, "B 1 K"] | None
-    ) -> Float[Tensor, "*E B L K"]:
-        return added(h, self.dropout(out), strength)
+        u = normed(h, self.attention_norm.weight, shift, scale, dtype)
+        h = added(h, self.dropout(self.attention(u, view)), strength)
+        out, gate = self.mlp(normed(h, self.mlp_norm.weight, mlp_shift, mlp_scale, dtype), flow)
+        mlp_strength = None if mlp_strength is None else repeat_rows(mlp_strength, gate)
+        return added(repeat_rows(h, gate), self.dropout(out), mlp_strength)
 
 
 class Trunk(nn.Module):
     """Embedding, blocks, and the last norm with its modulation; shared by denoiser and encoder.
 
-    The conditioning vector is c = SiLU(MLP(features of sigma) + MLP(z)), the second only with a latent. The network is
-    told a time t and no schedule, so sigma is that of the log-linear one, -log alpha = -log(1 - (1 - eps) t) with
-    eps = 0.001, whatever the method's: a finite, increasing measure of time. Without `time_conditioning` sigma is 0.
+    The conditioning vector is c = SiLU(MLP(features of sigma) + MLP(z)), the second only with a latent. Whatever the
+    method's schedule, sigma is that of the log-linear one, -log(1 - (1 - eps) t) with eps = 0.001: a finite, increasing
+    measure of time. Without `time_conditioning` it is 0.
     """
 
     def __init__(self, config: DiTConfig, space: TokenSpace, needs: Needs):
@@ -209,47 +150,47 @@ class Trunk(nn.Module):
         self.time = self.latent = self.adaln = None
         if not config.causal:
             size, hidden = config.cond_size, config.latent_hidden
-            self.time = nn.Sequential(nn.Linear(config.time_size, size), nn.SiLU(), nn.Linear(size, size))
-            if needs.cond:
-                self.latent = nn.Sequential(
-                    nn.Linear(needs.cond, hidden), nn.SiLU(),
-                    nn.Linear(hidden, hidden), nn.SiLU(),
-                    nn.Linear(hidden, size),
-                )  # fmt: skip
+            self.time = silu_mlp(config.time_size, size, size)
+            self.latent = silu_mlp(needs.cond, hidden, hidden, size) if needs.cond else None
             self.adaln = zeroed(nn.Linear(size, 2 * config.width))
-        self.blocks = nn.ModuleList(Block(config, needs.experts) for _ in range(config.depth))
-        self.norm = Norm(config.width)
+        self.blocks = nn.ModuleList(Block(config, number, needs.experts) for number in range(config.depth))
+        self.norm = nn.LayerNorm(config.width, bias=False)
 
     def forward(
-        self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, route: Route | None, view: View
+        self,
+        h: Float[Tensor, "B L K"],
+        t: PerRow,
+        *,
+        cond: Float[Tensor, "B Z"] | None = None,
+        route: Route | None = None,
+        attend: Bool[Tensor, "L M"] | None = None,
+        positions: Int[Tensor, " L"] | None = None,
+        cache: Cache | None = None,
     ) -> Features:
-        """Features of the rows that are kept, router logits of all rows, gates."""
-        logits: list[Tensor] = []
-        gates: list[Gate] = []
-        for number, block in enumerate(self.blocks):
-            h, logits_d, gate = block(h, c, number, route, view)
-            if gate is not None:
-                c = None if c is None else repeat_rows(c, gate)
-                logits.append(logits_d)
-                gates.append(gate)
-        h = self.norm(h)
-        if self.adaln is not None:
-            assert c is not None
-            shift, scale = adaln(self.adaln, c, 2, h)
-            h = (1 + scale) * h + shift
-        return Features(h, tuple(logits), tuple(gates))
+        """Features from embeddings, whose number L may differ from the length of the token space.
+
+        `attend` says which position (row) sees which (column): by default all of them, or the earlier ones if causal.
+        `positions`, by which queries and keys are rotated, are 0..L-1 by default. For `cache` see `DiT.extend`.
+        """
+        positions = torch.arange(h.shape[1], device=h.device) if positions is None else positions
+        flow, c, view = Flow(route), self._condition(t, cond), self._view(positions, attend, cache)
+        for block in self.blocks:
+            h = block(h, c, flow, view)
+            c = repeat_rows(c, flow.gates[-1]) if flow.gates and c is not None else c
+        h = normed(h, self.norm.weight)
+        shift, scale = adaln(self.adaln, c, 2, h)
+        return flow.features(h if shift is None or scale is None else (1 + scale) * h + shift)
 
     def embed(self, x: Tokens, marks: Positions | None) -> Float[Tensor, "B L K"]:
-        """Embeddings of tokens, and of marks where there are any."""
+        """Embeddings of tokens and marks."""
         h = self.token(x)
         return h if self.mark is None or marks is None else h + marks[..., None].to(h.dtype) * self.mark
 
-    def condition(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B C"] | None:
-        """The vector that adaLN reads; None without adaLN."""
+    def _condition(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B C"] | None:
         if self.time is None:
             return None
         t = t.to(self.token.weight.dtype)
-        sigma = -torch.log1p(-(1 - SIGMA_EPS) * t) if self.config.time_conditioning else torch.zeros_like(t)
+        sigma = -torch.log1p(-(1 - 1e-3) * t) if self.config.time_conditioning else torch.zeros_like(t)
         c = self.time(time_features(sigma / 1000, self.config.time_size))
         if self.latent is not None:
             if cond is None:
@@ -257,25 +198,17 @@ class Trunk(nn.Module):
             c = c + self.latent(cond.to(t.dtype))
         return nnf.silu(c)
 
-    def view(
-        self, positions: Int[Tensor, " L"], attend: Bool[Tensor, "L M"] | None = None, cache: Cache | None = None
-    ) -> View:
-        """The angles of positions, and who attends to whom."""
+    def _view(self, positions: Int[Tensor, " L"], attend: Bool[Tensor, "L M"] | None, cache: Cache | None) -> View:
         dtype = torch.promote_types(self.token.weight.dtype, torch.float32)
         pairs = self.config.width // self.config.heads // 2
         angles = rotary_angles(positions, pairs, self.config.rotary_base, dtype)
         return View(angles.cos(), angles.sin(), attend, self.config.causal, cache)
 
 
-# --- Networks ----------------------------------------------------------------------------------------------------
-
-
 class DiT(Backbone):
-    """Denoiser: a row of tokens to logits over V symbols, of which the mask gets -inf.
+    """Denoiser: a row of tokens to logits over V symbols, of which the mask gets -inf; the published sizes count it.
 
-    The head has an output for the mask too, as the published sizes demand; it is never used. Head and adaLN start at
-    zero: the first logits are 0, and every symbol but the mask has probability 1 / (V - 1).
-
+    Head and adaLN start at zero: the first logits are 0, and every symbol but the mask has probability 1 / (V - 1).
     With `causal` position l reads the tokens 0..l alone, there is no adaLN, and t has no meaning; see `extend`.
     """
 
@@ -286,34 +219,9 @@ class DiT(Backbone):
         self.trunk = Trunk(config, space, needs)
         self.head = zeroed(nn.Linear(config.width, space.size))
 
-    def forward(
-        self,
-        x: Tokens,
-        t: PerRow,
-        *,
-        cond: Float[Tensor, "B Z"] | None = None,
-        marks: Positions | None = None,
-        route: Route | None = None,
-        attend: Bool[Tensor, "L M"] | None = None,
-        positions: Int[Tensor, " L"] | None = None,
-        cache: Cache | None = None,
-    ) -> Features:
-        """See `Backbone.forward`.
-
-        Args:
-            x: Tokens, the mask among them; L may differ from the length of the token space.
-            t: Time of each row.
-            cond: A latent vector for each row, where the method needs one.
-            marks: Positions that get a learned embedding, where the method needs it.
-            route: Route policy, called once per block in order.
-            attend: Which position (row) sees which (column); None: all of them, or the earlier ones if causal.
-            positions: Positions by which queries and keys are rotated; None: 0..L-1.
-            cache: Keys and values of earlier tokens, see `extend`.
-        """
-        positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
-        h, c = self.trunk.embed(x, marks), self.trunk.condition(t, cond)
-        out: Features = self.trunk(h, c, route, self.trunk.view(positions, attend, cache))
-        return out
+    def forward(self, x: Tokens, t: PerRow, *, marks: Positions | None = None, **inputs: Any) -> Features:
+        """See `Backbone.forward` and, for the other inputs, `Trunk.forward`."""
+        return self.trunk(self.trunk.embed(x, marks), t, **inputs)
 
     def new_cache(self) -> Cache:
         """An empty cache for `extend`, with room for the length of the token space."""
@@ -329,25 +237,15 @@ class DiT(Backbone):
         keep: int | None = None,
         last: int | None = None,
     ) -> Float[Tensor, "B _N V"]:
-        """Logits of N tokens that follow those in a cache, of which the first `keep` go into the cache.
+        """Logits of the `last` of N tokens that follow those in a cache, of which the first `keep` go into the cache.
 
-        Equal to the last N positions of one call on all tokens so far, as long as no position sees a later one that is
+        Equal to the last positions of one call on all tokens so far, as long as no position sees a later one that is
         not in the cache with it: then keys and values of old positions stay as they are. This holds for a causal
-        network; any other needs `attend`, for which its caller is responsible, and must not see the time.
-
-        Args:
-            x_new: The tokens, the mask among them.
-            cache: What `new_cache` returned.
-            attend: Which new position sees which of the M = old + N; None: itself and all before, if causal.
-            keep: How many of the new positions the cache takes in; None: all.
-            last: How many of the new positions, from the end, are given logits; None: all.
+        network; any other needs `attend` (which new position sees which of the M = old + N) and must not see the time.
         """
         config, old, new = self.trunk.config, cache.length, x_new.shape[1]
         if not config.causal and (attend is None or config.time_conditioning):
-            why = "new tokens would change what old ones see" if attend is None else "old ones were read at other times"
-            raise ValueError(f"a network that is not causal is extended with `attend` and without a time: {why}")
-        if old + new > cache.room:
-            raise ValueError(f"the cache has room for {cache.room} positions, not for {old + new}")
+            raise ValueError("extend: a network that is not causal needs `attend` and must not read the time")
         positions = torch.arange(old, old + new, device=x_new.device)
         if attend is None and old:  # without a past the causal path is faster
             attend = positions[:, None] >= torch.arange(old + new, device=x_new.device)
@@ -360,9 +258,8 @@ class DiT(Backbone):
 class Encoder(nn.Module):
     """Recognition network: clean row, time and mask pattern to a vector, by mean pooling over positions.
 
-    The same network with another head. Positions that are masked in xt are marked by the embedding of the mask, which
-    a clean row never uses, so that the mask pattern takes no parameters. The head starts like any linear layer, not at
-    zero: what it says of the row is then no pure noise when the denoiser begins to listen.
+    The same network with another head, which starts like any linear layer, not at zero. Positions that are masked in xt
+    are marked by the embedding of the mask, which a clean row never uses: the mask pattern takes no parameters.
     """
 
     def __init__(self, config: DiTConfig, space: TokenSpace, outputs: int):
@@ -372,10 +269,6 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.width, outputs)
 
     def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
-        """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         h = self.trunk.embed(x0, None)
         h = h + marks[..., None].to(h.dtype) * self.trunk.token.weight[self.mask_id]
-        positions = torch.arange(x0.shape[1], device=x0.device)
-        h = self.trunk(h, self.trunk.condition(t, None), None, self.trunk.view(positions)).h
-        pooled = self.head(h.mean(1))
-        return pooled if pooled.dtype == torch.float64 else pooled.float()
+        return at_least_single(self.head(self.trunk(h, t).h.mean(1)))

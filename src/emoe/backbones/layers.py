@@ -5,17 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
+from emoe.backbones.base import at_least_single
 from emoe.config import Config, ConfigError, option
 from emoe.kernels import compiled
 from emoe.routing.experts import Activation, Dispatch, RoutedExperts
-from emoe.types import Gate, PerRow, Route, RouterLogits
+from emoe.types import Features, Gate, PerRow, Route, RouterLogits
+
+
+def zeroed(layer: nn.Module) -> Any:
+    """The layer with weights and bias at zero."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
+def silu_mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers between vectors of these sizes, with SiLU between the layers."""
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.SiLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 @compiled
@@ -48,7 +64,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Float[Tensor, "B L K"]) -> Float[Tensor, "B L K"]:
-        """Attend and project."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = short_attention(q, k, v) if length <= SHORT else nnf.scaled_dot_product_attention(q, k, v)
@@ -56,10 +71,10 @@ class Attention(nn.Module):
 
 
 class Dropout(nn.Module):
-    """x * keep / (1 - p) with keep ~ Bernoulli(1 - p) from a given generator; the identity in evaluation and at p = 0.
+    """x * keep / (1 - p) with keep ~ Bernoulli(1 - p); the identity in evaluation and at p = 0.
 
-    What a training step draws is a function of (seed, step), so noise comes from a stream that `dropout_from` lends
-    for the time of a call, never from torch's global generator.
+    What a training step draws is a function of (seed, step), so noise comes from the stream of `dropout_from`, never
+    from torch's global generator.
     """
 
     def __init__(self, p: float):
@@ -68,7 +83,6 @@ class Dropout(nn.Module):
         self.generator: torch.Generator | None = None
 
     def forward(self, x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-        """Drop and scale."""
         if not self.training or self.p == 0:
             return x
         if self.generator is None:
@@ -81,14 +95,13 @@ class Dropout(nn.Module):
 def dropout_from(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Every `Dropout` in the module draws from the generator, in the order of the calls, while this is open."""
     parts = [part for part in module.modules() if isinstance(part, Dropout)]
-    before = [part.generator for part in parts]
     for part in parts:
         part.generator = generator
     try:
         yield
     finally:
-        for part, old in zip(parts, before, strict=True):
-            part.generator = old
+        for part in parts:
+            part.generator = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +116,7 @@ class RouterConfig(Config):
 
 
 class Router(nn.Linear):
-    """A linear router over experts.
-
-    It starts at zero by default: all experts are equally likely, and posterior and prior agree, until there is a
-    reason for them not to (docs/decisions/0015-initialisation.md).
-    """
+    """A linear router over experts, which starts at zero by default (docs/decisions/0015-initialisation.md)."""
 
     def __init__(self, width: int, experts: int, config: RouterConfig):
         super().__init__(width, experts, bias=config.bias)
@@ -123,9 +132,8 @@ class Router(nn.Linear):
 
     def forward(self, x: Float[Tensor, "B P K"]) -> RouterLogits:
         """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
+        logits = at_least_single(super().forward(x if self.norm is None else self.norm(x)))
         norm = self.logit_norm
-        logits = super().forward(x if self.norm is None else self.norm(x))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
         if norm is None:
             return logits if self.cap is None else _shaped(logits, None, None, 0.0, self.cap)
         return _shaped(logits, norm.weight, norm.bias, norm.eps, self.cap)
@@ -133,11 +141,7 @@ class Router(nn.Linear):
 
 @compiled
 def _shaped(
-    x: Float[Tensor, "*N E"],
-    weight: Float[Tensor, " E"] | None,
-    bias: Float[Tensor, " E"] | None,
-    eps: float,
-    cap: float | None,
+    x: Float[Tensor, "*N E"], weight: Tensor | None, bias: Tensor | None, eps: float, cap: float | None
 ) -> Float[Tensor, "*N E"]:
     """LayerNorm over few numbers, for which the library's kernels are not made, and a soft cap."""
     if weight is not None and bias is not None:
@@ -146,36 +150,60 @@ def _shaped(
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def drop_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps. The backward of a slice fills a tensor, so nothing is sliced needlessly."""
-    return rows[gate.keep_from :] if gate.keep_from else rows
-
-
-def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps, each as often as the gate holds draws for it."""
-    rows = drop_rows(rows, gate)
+def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate | None) -> Float[Tensor, "_B *N"]:
+    """The batch rows that a gate keeps, each as often as the gate holds draws for it; all of them without a gate."""
+    if gate is None:
+        return rows
+    rows = rows[gate.keep_from :] if gate.keep_from else rows  # the backward of a slice fills a tensor
     return rows.repeat_interleave(gate.draws, dim=0) if gate.draws > 1 else rows
+
+
+@dataclass
+class Flow:
+    """What goes through a network beside the features: the policy, and router logits and gates of the blocks so far."""
+
+    policy: Route | None
+    logits: list[RouterLogits] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
+
+    def features(self, h: Float[Tensor, "B L K"]) -> Features:
+        """The result of the network."""
+        return Features(h, tuple(self.logits), tuple(self.gates))
 
 
 class RoutedMLP(nn.Module):
     """The feed-forward part of a block: a router and the experts it chooses from."""
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        experts: int,
-        dispatch: Dispatch,
-        router: RouterConfig,
-        activation: Activation = "gelu",
+        self, width: int, hidden: int, experts: int, dispatch: Dispatch, router: RouterConfig, act: Activation = "gelu"
     ):
         super().__init__()
         self.router = Router(width, experts, router)
-        self.experts = RoutedExperts(width, hidden, experts, dispatch, activation)
+        self.experts = RoutedExperts(width, hidden, experts, dispatch, act)
 
-    def route(self, x: Float[Tensor, "B P K"], block: int, policy: Route | None) -> tuple[RouterLogits, Gate]:
-        """Router logits, and the policy's choice."""
-        if policy is None:
+    def forward(self, x: Float[Tensor, "B P K"], flow: Flow) -> tuple[Float[Tensor, "_B P K"], Gate]:
+        """What the experts of the policy's gate add to the rows that it keeps, and the gate, which the flow notes."""
+        if flow.policy is None:
             raise ValueError("a routed backbone needs a route policy")
-        logits = self.router(x)
-        return logits, policy(block, logits)
+        flow.logits.append(self.router(x))
+        gate = flow.policy(len(flow.gates), flow.logits[-1])
+        flow.gates.append(gate)
+        return self.experts(x[gate.keep_from :] if gate.keep_from else x, gate), gate
+
+
+class DenseMLP(nn.Sequential):
+    """The feed-forward part of a block without experts, called like a routed one."""
+
+    def __init__(self, width: int, hidden: int, act: Activation = "gelu"):
+        gelu = nn.GELU("tanh" if act == "gelu-tanh" else "none")
+        super().__init__(nn.Linear(width, hidden), gelu, nn.Linear(hidden, width))
+
+    def forward(self, input: Float[Tensor, "B P K"], flow: Flow | None = None) -> tuple[Float[Tensor, "B P K"], None]:
+        return super().forward(input), None
+
+
+def mlp_of(config: Any, experts: int, act: Activation = "gelu") -> nn.Module:
+    """The feed-forward part of a block in the sizes of a config: with routed experts, or dense where there are none."""
+    if experts:
+        return RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router, act)
+    return DenseMLP(config.width, config.hidden, act)

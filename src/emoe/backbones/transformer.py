@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import (
-    Attention,
-    RoutedMLP,
-    RouterConfig,
-    drop_rows,
-    repeat_rows,
-    time_features,
-)
+from emoe.backbones.layers import Attention, Flow, RouterConfig, mlp_of, repeat_rows, silu_mlp, time_features
 from emoe.config import option
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
-# With the default of 1 a token's own embedding drowns what attention adds, so that its router sees little of the
-# others; at 0.02 some runs did not find their latent at all (docs/decisions/0015-initialisation.md).
-EMBEDDING_STD = 0.2
+EMBEDDING_STD = 0.2  # with 1 a router sees little of the other tokens (docs/decisions/0015-initialisation.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +34,15 @@ class TransformerConfig(BackboneConfig, kind="transformer"):
     router: RouterConfig = option(RouterConfig(), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
-        """Heads must divide the width, time features come in pairs."""
         if self.width % self.heads:
             yield f"heads: must divide width = {self.width}, got {self.heads}"
         if self.time_size % 2:
             yield f"time_size: must be even, got {self.time_size}"
 
     def build(self, space: TokenSpace, needs: Needs) -> Transformer:
-        """Make the denoiser."""
         return Transformer(self, space, needs)
 
     def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
-        """Make a recognition encoder of the same size."""
         return Encoder(self, space, needs.encoder)
 
 
@@ -66,24 +54,13 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config.width, config.heads)
         self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp: nn.Module
-        if experts:
-            self.mlp = RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router)
-        else:
-            self.mlp = nn.Sequential(
-                nn.Linear(config.width, config.hidden), nn.GELU(), nn.Linear(config.hidden, config.width)
-            )
+        self.mlp = mlp_of(config, experts)
 
-    def forward(
-        self, h: Float[Tensor, "B L K"], number: int, route: Route | None
-    ) -> tuple[Float[Tensor, "_B L K"], Float[Tensor, "B L E"] | None, Gate | None]:
-        """Features of the rows that the gate keeps; router logits of all rows; the gate."""
+    def forward(self, h: Float[Tensor, "B L K"], flow: Flow) -> Float[Tensor, "_B L K"]:
+        """Features of the rows that the gate keeps."""
         h = h + self.attention(self.attention_norm(h))
-        u = self.mlp_norm(h)
-        if not isinstance(self.mlp, RoutedMLP):
-            return h + self.mlp(u), None, None
-        logits, gate = self.mlp.route(u, number, route)
-        return repeat_rows(h, gate) + self.mlp.experts(drop_rows(u, gate), gate), logits, gate
+        out, gate = self.mlp(self.mlp_norm(h), flow)
+        return repeat_rows(h, gate) + out
 
 
 class Trunk(nn.Module):
@@ -96,32 +73,30 @@ class Trunk(nn.Module):
         self.position = nn.Embedding(space.length, config.width)
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=EMBEDDING_STD)
-        self.time = nn.Sequential(
-            nn.Linear(config.time_size, config.width), nn.SiLU(), nn.Linear(config.width, config.width)
-        )
+        self.time = silu_mlp(config.time_size, config.width, config.width)
         self.cond = nn.Linear(needs.cond, config.width) if needs.cond else None
         self.mark = nn.Parameter(0.02 * torch.randn(config.width)) if needs.marks else None
         self.blocks = nn.ModuleList(Block(config, needs.experts) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
 
     def forward(
-        self, x: Tokens, t: PerRow, cond: Float[Tensor, "B Z"] | None, marks: Positions | None, route: Route | None
+        self,
+        x: Tokens,
+        t: PerRow,
+        *,
+        cond: Float[Tensor, "B Z"] | None = None,
+        marks: Positions | None = None,
+        route: Route | None = None,
     ) -> Features:
-        """Features of the rows that are kept, router logits of all rows, gates."""
-        dtype = self.token.weight.dtype
+        dtype, flow = self.token.weight.dtype, Flow(route)
         h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]
         if self.cond is not None:
             h = h + self.cond(cond)[:, None]
         if self.mark is not None and marks is not None:
             h = h + marks[..., None].to(dtype) * self.mark
-        logits: list[Tensor] = []
-        gates: list[Gate] = []
         for block in self.blocks:
-            h, logits_d, gate = block(h, len(gates), route)
-            if gate is not None:
-                logits.append(logits_d)
-                gates.append(gate)
-        return Features(self.norm(h), tuple(logits), tuple(gates))
+            h = block(h, flow)
+        return flow.features(self.norm(h))
 
 
 class Transformer(Backbone):
@@ -136,18 +111,8 @@ class Transformer(Backbone):
         self.trunk = Trunk(config, space, needs)
         self.head = nn.Linear(config.width, space.size - 1)
 
-    def forward(
-        self,
-        x: Tokens,
-        t: PerRow,
-        *,
-        cond: Float[Tensor, "B Z"] | None = None,
-        marks: Positions | None = None,
-        route: Route | None = None,
-    ) -> Features:
-        """See `Backbone.forward`."""
-        out: Features = self.trunk(x, t, cond, marks, route)
-        return out
+    def forward(self, x: Tokens, t: PerRow, **inputs: Any) -> Features:
+        return self.trunk(x, t, **inputs)
 
 
 class Encoder(nn.Module):
@@ -159,5 +124,4 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.width, outputs)
 
     def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
-        """(x0, t, mask pattern) -> parameters of the posterior."""
-        return self.head(self.trunk(x0, t, None, marks, None).h.mean(1))
+        return self.head(self.trunk(x0, t, marks=marks).h.mean(1))

@@ -11,22 +11,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from emoe.backbones.base import Backbone, BackboneConfig
-from emoe.backbones.layers import RoutedMLP, RouterConfig, drop_rows, repeat_rows, time_features
+from emoe.backbones.base import Backbone, BackboneConfig, at_least_single
+from emoe.backbones.layers import Flow, RoutedMLP, RouterConfig, repeat_rows, silu_mlp, time_features, zeroed
 from emoe.config import ConfigError, option
 from emoe.kernels import compiled, load
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, RouterLogits, Tokens, TokenSpace
+from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
-# The eight residual blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up,
-# which read a skip connection beside their input; S.
+# The eight blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up, which
+# read a skip connection beside their input; S.
 JOINED = (False, False, False, False, True, True, True, False)
 ROUTED = (False, True, True, True, True, True, False, False)  # all at S/2 and S/4
 NORM = load("norm")
@@ -47,33 +47,25 @@ class UNetConfig(BackboneConfig, kind="unet"):
     router: RouterConfig = option(RouterConfig(logit_norm=True, cap=5.0), doc="options of the routers")
 
     def conflicts(self) -> Iterator[str]:
-        """Groups must divide the channels, time features come in pairs."""
         if self.channels % self.groups:
             yield f"groups: must divide channels = {self.channels}, got {self.groups}"
         if self.time_size % 2:
             yield f"time_size: must be even, got {self.time_size}"
 
     def build(self, space: TokenSpace, needs: Needs) -> UNet:
-        """Make the denoiser."""
         return UNet(self, space, needs)
 
     def build_encoder(self, space: TokenSpace, needs: Needs) -> Encoder:
-        """Make a recognition encoder, about a sixth of the denoiser's size."""
         return Encoder(self, space, needs.encoder)
 
 
-def image_side(length: int) -> int:
-    """S = sqrt(L).
-
-    Raises:
-        ConfigError: Rows are not square images that can be halved twice.
-    """
+def check_image(length: int) -> None:
+    """Raise a `ConfigError` unless rows are square images that can be halved twice."""
     side = math.isqrt(length)
     if side * side != length or side % 4:
         raise ConfigError(
             f"backbone: unet needs square images with a side that 4 divides (length 16, 64, ...); rows have {length}"
         )
-    return side
 
 
 def as_rows(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B P C"]:
@@ -112,27 +104,7 @@ def norm_silu(
     return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last)
 
 
-# On a GPU each of these functions is compiled as a whole: convolutions are short, and what is around them is as long.
-@compiled
-def embedded(net: UNet, x: Tokens, marks: Positions | None) -> Float[Tensor, "B C S S"]:
-    """Embeddings of the tokens, with the mark where there is one, and the first convolution."""
-    weight = net.token.weight
-    # the gradient of an embedding of few symbols is many atomic additions to few addresses; a product's is a product
-    use_product = x.is_cuda and torch.is_grad_enabled()
-    rows = nnf.one_hot(x, len(weight)).to(weight.dtype) @ weight if use_product else net.token(x)
-    if net.mark is not None and marks is not None:
-        rows = rows + marks[..., None].to(rows.dtype) * net.mark
-    return net.stem(as_map(rows))
-
-
-@compiled
-def residual(block: Residual, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Tensor:
-    """The formula of `Residual`."""
-    u = block.conv_in(norm_silu(block.norm_in, h))
-    u = block.conv_out(norm_silu(block.norm_out, u, film))
-    return (h if block.skip is None else block.skip(h)) + u
-
-
+# On a GPU these functions are compiled as a whole: convolutions are short, and what is around them is as long.
 @compiled
 def halved(conv: nn.Module, h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
     """A convolution of stride 2."""
@@ -151,8 +123,7 @@ class Residual(nn.Module):
     """skip(h) + conv(SiLU(film(norm conv(SiLU(norm h))))), with film(u) = (1 + scale) u + shift from the time vector.
 
     The second convolution starts at zero, so that the block starts as its skip: the identity, or a 1x1 convolution
-    where the number of channels changes. With `cond` = 0 there is no film. The network computes the films of all its
-    blocks as one product and hands each its own; the weights are held here.
+    where the number of channels changes. The network computes the films of all blocks as one product of their weights.
     """
 
     def __init__(self, inputs: int, channels: int, groups: int, cond: int):
@@ -161,31 +132,25 @@ class Residual(nn.Module):
         self.conv_in = conv3(inputs, channels)
         self.norm_out = nn.GroupNorm(groups, channels)
         self.film = nn.Linear(cond, 2 * channels, bias=False) if cond else None
-        self.conv_out = conv3(channels, channels)
-        nn.init.zeros_(self.conv_out.weight)
-        assert self.conv_out.bias is not None
-        nn.init.zeros_(self.conv_out.bias)
+        self.conv_out = zeroed(conv3(channels, channels))
         self.skip = nn.Conv2d(inputs, channels, 1) if inputs != channels else None
 
+    @compiled
     def forward(self, h: Float[Tensor, "B I H W"], film: Float[Tensor, "B _2C"] | None) -> Float[Tensor, "B C H W"]:
-        """Features of the same side."""
-        return residual(self, h, film)
+        u = self.conv_in(norm_silu(self.norm_in, h))
+        u = self.conv_out(norm_silu(self.norm_out, u, film))
+        return (h if self.skip is None else self.skip(h)) + u
 
 
 @dataclass
-class Flow:
-    """What goes through the network beside the features: one row for each of theirs, and what routers have said."""
+class MapFlow(Flow):
+    """The flow of the UNet, with maps that are read later. All have one row for each of the features'."""
 
-    films: list[Float[Tensor, "B _2C"]]  # scale and shift of the blocks to come
-    route: Route | None
+    films: list[Float[Tensor, "B _2C"]] = field(default_factory=list)  # scale and shift of the blocks to come
     skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
-    logits: list[Tensor] = field(default_factory=list)
-    gates: list[Gate] = field(default_factory=list)
 
-    def take(self, logits: RouterLogits, gate: Gate) -> None:
-        """Note a router's logits and gate; all that goes on keeps and repeats the gate's rows."""
-        self.logits.append(logits)
-        self.gates.append(gate)
+    def follow(self, gate: Gate) -> None:
+        """Keep and repeat the rows that the gate keeps and repeats."""
         self.films = [repeat_rows(film, gate) for film in self.films]
         self.skips = [as_map(repeat_rows(as_rows(skip), gate)) for skip in self.skips]
 
@@ -193,9 +158,8 @@ class Flow:
 class Block(nn.Module):
     """A residual block r, dense, or with an additive branch of experts: r(h) + expert_z(r(h)).
 
-    Router and experts read the features that the residual block gives, at each position, without a norm of their own
-    (its parameters would not fit the published sizes). An expert is a 1x1-convolution MLP: the same map of channels at
-    every position that is routed to it.
+    Router and experts read the features of the residual block at each position, without a norm of their own (its
+    parameters would not fit the published sizes). An expert is an MLP of 1x1 convolutions.
     """
 
     def __init__(self, config: UNetConfig, *, joined: bool, cond: int, experts: int):
@@ -204,48 +168,40 @@ class Block(nn.Module):
         self.residual = Residual(2 * channels if joined else channels, channels, config.groups, cond)
         self.branch = RoutedMLP(channels, config.hidden, experts, config.dispatch, config.router) if experts else None
 
-    def forward(self, h: Float[Tensor, "B I H W"], flow: Flow) -> Float[Tensor, "_B C H W"]:
+    def forward(self, h: Float[Tensor, "B I H W"], flow: MapFlow) -> Float[Tensor, "_B C H W"]:
         """Features of the rows that the gate keeps."""
         h = self.residual(h, flow.films.pop(0))
         if self.branch is None:
             return h
         rows = as_rows(h)
-        logits, gate = self.branch.route(rows, len(flow.gates), flow.route)
-        flow.take(logits, gate)
-        added = self.branch.experts(drop_rows(rows, gate), gate)
+        added, gate = self.branch(rows, flow)
+        flow.follow(gate)
         return as_map(repeat_rows(rows, gate) + added.to(rows.dtype))
 
 
 class UNet(Backbone):
     """Denoiser: an image of tokens to logits over all symbols but the mask, which gets -inf.
 
-    Embedding, 3x3 convolution; residual blocks at S, S/2, S/4, S/4 (the middle), S/4, S/2, S, S, with convolutions of
-    stride 2 on the way down, and copies of each pixel to 2x2 followed by a convolution on the way up; GroupNorm, SiLU,
-    1x1 convolution. A latent vector is appended to the time vector that all blocks read.
-
-    Convolutions follow the last routed block, so a route there moves the logits of many pixels, and a sum over its
-    routes is not a product of sums over each position's.
+    Embedding, 3x3 convolution; eight blocks, with convolutions of stride 2 on the way down, and copies of each pixel to
+    2x2 followed by a convolution on the way up; GroupNorm, SiLU, 1x1 convolution. A latent vector is appended to the
+    time vector that all blocks read. Convolutions follow the last routed block, so a route there moves the logits of
+    many pixels, and a sum over its routes is not a product of sums over each position's.
     """
 
     routes_tokens = False  # positions at S/2 and S/4 are squares of pixels
     local_last_block = False
     has_mask_output = False
+    blocks: Any  # a ModuleList of `Block`
 
     def __init__(self, config: UNetConfig, space: TokenSpace, needs: Needs):
         super().__init__()
         channels = config.channels
-        self.side = image_side(space.length)
+        check_image(space.length)
         self.routed_blocks = sum(ROUTED) if needs.experts else 0
         self.mask_id, self.time_size = space.mask_id, config.time_size
         self.token = nn.Embedding(space.size, channels)
         self.mark = nn.Parameter(0.02 * torch.randn(channels)) if needs.marks else None
-        self.time = nn.Sequential(
-            nn.Linear(config.time_size, config.time_hidden),
-            nn.SiLU(),
-            nn.Linear(config.time_hidden, config.time_hidden),
-            nn.SiLU(),
-        )
-        self.has_cond = bool(needs.cond)
+        self.time = silu_mlp(config.time_size, config.time_hidden, config.time_hidden).append(nn.SiLU())
         self.stem = conv3(channels, channels)
         self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
         self.up = nn.ModuleList(conv3(channels, channels) for _ in range(2))
@@ -265,10 +221,9 @@ class UNet(Backbone):
         marks: Positions | None = None,
         route: Route | None = None,
     ) -> Features:
-        """See `Backbone.forward`."""
-        flow = Flow(list(self._films(t, cond).chunk(len(JOINED), dim=-1)), route)
+        flow = MapFlow(route, films=list(self._films(t, cond).chunk(len(JOINED), dim=-1)))
         blocks = iter(self.blocks)
-        h = next(blocks)(embedded(self, x, marks), flow)
+        h = next(blocks)(self.embed(x, marks), flow)
         flow.skips.append(h)
         for down in self.down:
             h = next(blocks)(halved(down, h), flow)
@@ -278,36 +233,36 @@ class UNet(Backbone):
         for up in self.up:
             h = next(blocks)(doubled(up, h, flow.skips.pop()), flow)
         h = next(blocks)(h, flow)
-        return Features(as_rows(norm_silu(self.norm, h)), tuple(flow.logits), tuple(flow.gates))
+        return flow.features(as_rows(norm_silu(self.norm, h)))
+
+    @compiled
+    def embed(self, x: Tokens, marks: Positions | None) -> Float[Tensor, "B C S S"]:
+        """Embeddings of the tokens, with the mark where there is one, and the first convolution."""
+        weight = self.token.weight
+        # the gradient of an embedding of few symbols is many atomic additions to few addresses, that of a product none
+        use_product = x.is_cuda and torch.is_grad_enabled()
+        rows = nnf.one_hot(x, len(weight)).to(weight.dtype) @ weight if use_product else self.token(x)
+        if self.mark is not None and marks is not None:
+            rows = rows + marks[..., None].to(rows.dtype) * self.mark
+        return self.stem(as_map(rows))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
-        """See `Backbone.grouped`: positions of a finer map lie in squares of a coarser one."""
-        fine, coarse = math.isqrt(values.shape[-1]), math.isqrt(groups)
-        if fine % coarse:
-            raise ValueError(f"a map of side {fine} cannot be cut into {coarse} x {coarse} squares")
-        each = fine // coarse
+        """Positions of a finer map lie in squares of a coarser one."""
+        coarse = math.isqrt(groups)
+        each = math.isqrt(values.shape[-1]) // coarse
         squares = values.unflatten(-1, (coarse, each, coarse, each))
         return squares.sum((-3, -1)).flatten(-2)
 
     def _films(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B _F"]:
         """Scale and shift of every block from the time vector, with the latent appended where there is one."""
         vector = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
-        if self.has_cond:
-            if cond is None:
-                raise ValueError("a backbone with a latent needs cond")
+        if cond is not None:
             vector = torch.cat([vector, cond.to(vector.dtype)], dim=-1)
-        weight = torch.cat([residual.film.weight for residual in self.residuals() if residual.film is not None])
-        return nnf.linear(vector, weight)
-
-    def residuals(self) -> Iterator[Residual]:
-        """The residual blocks in network order."""
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            yield block.residual
+        return nnf.linear(vector, torch.cat([block.residual.film.weight for block in self.blocks]))
 
 
 class Encoder(nn.Module):
-    """Recognition network: clean image, time and mask pattern to a vector.
+    """Recognition network, about a sixth of the denoiser's size: clean image, time and mask pattern to a vector.
 
     Embeddings of tokens, marks and time are added; then a 3x3 convolution, and twice a convolution of stride 2 and a
     residual block; GroupNorm, SiLU, the mean over positions, a linear layer.
@@ -316,11 +271,11 @@ class Encoder(nn.Module):
     def __init__(self, config: UNetConfig, space: TokenSpace, outputs: int):
         super().__init__()
         channels = config.channels
-        image_side(space.length)
+        check_image(space.length)
         self.time_size = config.time_size
         self.token = nn.Embedding(space.size, channels)
         self.mark = nn.Parameter(torch.randn(channels))
-        self.time = nn.Sequential(nn.Linear(config.time_size, channels), nn.SiLU(), nn.Linear(channels, channels))
+        self.time = silu_mlp(config.time_size, channels, channels)
         self.stem = conv3(channels, channels)
         self.down = nn.ModuleList(conv3(channels, channels, stride=2) for _ in range(2))
         self.blocks = nn.ModuleList(Residual(channels, channels, config.groups, cond=0) for _ in range(2))
@@ -328,12 +283,10 @@ class Encoder(nn.Module):
         self.head = nn.Linear(channels, outputs)
 
     def forward(self, x0: Tokens, t: PerRow, marks: Positions) -> Float[Tensor, "B O"]:
-        """(x0, t, mask pattern) -> parameters of the posterior, in at least single precision."""
         dtype = self.token.weight.dtype
         rows = self.token(x0) + marks[..., None].to(dtype) * self.mark
         rows = rows + self.time(time_features(t.to(dtype), self.time_size))[:, None]
         h = self.stem(as_map(rows))
         for down, block in zip(self.down, self.blocks, strict=True):
             h = block(halved(down, h), None)
-        pooled = self.head(norm_silu(self.norm, h).mean((2, 3)))
-        return pooled if pooled.dtype == torch.float64 else pooled.float()
+        return at_least_single(self.head(norm_silu(self.norm, h).mean((2, 3))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,39 +11,20 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from emoe.kernels import compiled_always
-from emoe.types import Positions, Tokens
+from emoe.types import PerToken, Positions, Tokens
 
 ALIGNED = 8  # symbols; rows of 16-bit logits that are not aligned make products on a GPU three times as slow
 MIN_ROWS = 64  # from which on the masked share of a batch is close enough to a half to be relied on
 
 
-class Scores(NamedTuple):
-    """log sum_y exp(a_y) and a_target of the logits a, 0 where nothing was scored."""
-
-    total: Float[Tensor, "B L"]
-    target: Float[Tensor, "B L"]
-    valid: Bool[Tensor, ""] | None = None  # false if more positions were scored than there was room for
+def has_room(scored: Positions, room: float, draws: int = 1) -> Bool[Tensor, ""] | None:
+    """Whether `total_and_target` has room for K draws of all scored positions; None where it computes all positions."""
+    if room == 1 or len(scored) * draws < MIN_ROWS:
+        return None
+    return scored.sum() <= math.ceil(room * draws * scored.numel()) // draws
 
 
 def total_and_target(
-    h: Float[Tensor, "*N K"],
-    weight: Float[Tensor, "V K"],
-    bias: Float[Tensor, " V"],
-    target: Int[Tensor, "*N"],
-    chunk: int,
-) -> tuple[Float[Tensor, "*N"], Float[Tensor, "*N"]]:
-    """log sum_y exp(a_y) and a_target of the logits a = W h + b, computed for `chunk` positions at a time.
-
-    Logits are computed twice, in the forward and in the backward pass, and dropped after each chunk: chunk * V numbers
-    are held instead of several times B * L * V. Values and gradients are those of all at once, in the precision of
-    autocast where it is on. Shapes do not depend on the data, so a CUDA graph can capture it. Entries of -inf in the
-    bias take no part in the sum.
-    """
-    total, chosen = _TotalAndTarget.apply(h.flatten(0, -2), weight, bias, target.flatten(), chunk)
-    return total.view(target.shape), chosen.view(target.shape)
-
-
-def scored_total_and_target(
     h: Float[Tensor, "B L K"],
     weight: Float[Tensor, "V K"],
     bias: Float[Tensor, " V"],
@@ -51,16 +32,20 @@ def scored_total_and_target(
     scored: Positions,
     chunk: int,
     room: float = 1.0,
-) -> Scores:
-    """`total_and_target` at scored positions; the others are 0.
+) -> tuple[PerToken, PerToken]:
+    """log sum_y exp(a_y) and a_target of the logits a = W h + b, at scored positions; 0 at the others.
 
-    With `room` < 1 logits are computed for that share of all positions, a fixed number, into which the scored ones are
-    moved: what a CUDA graph captures must not depend on the data. If more are scored, `valid` is false and the step
-    must be refused. In batches of few rows, whose masked share varies, and with `room` = 1 all logits are computed.
+    Logits are computed for `chunk` positions at a time, in the forward and again in the backward pass: chunk * V
+    numbers are held instead of several times B * L * V. Values and gradients are those of all at once, in the precision
+    of autocast where it is on. Entries of -inf in the bias take no part in the sum.
+
+    With `room` < 1 and from `MIN_ROWS` rows on, logits are computed for that share of all positions, into which the
+    scored ones are moved (docs/decisions/0023-masked-logits.md); a step without `has_room` must be refused.
     """
     if room == 1 or len(target) < MIN_ROWS:
-        total, chosen = total_and_target(h, weight, bias, target, chunk)
-        return Scores(torch.where(scored, total, 0.0), torch.where(scored, chosen, 0.0))
+        values = _TotalAndTarget.apply(h.flatten(0, 1), weight, bias, target.flatten(), chunk)
+        total, chosen = (torch.where(scored, value.view(target.shape), 0.0) for value in values)
+        return total, chosen
     here = scored.flatten()
     count, size = len(here), math.ceil(room * len(here))
     rank = here.cumsum(0) - 1  # of each scored position among them
@@ -73,7 +58,7 @@ def scored_total_and_target(
     moved = _Moved.apply(h.flatten(0, 1), taken, filled, rank, fits)
     values = _TotalAndTarget.apply(moved, weight, bias, target.flatten()[taken], chunk)
     total, chosen = (_Moved.apply(value, rank, fits, taken, filled).view(target.shape) for value in values)
-    return Scores(total, chosen, here.sum() <= size)
+    return total, chosen
 
 
 class _Moved(torch.autograd.Function):
@@ -101,10 +86,8 @@ class _TotalAndTarget(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor, target: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         dtype = product_dtype(h)
         w, b = _aligned(weight, bias, dtype)
-        both = [
-            _read(nnf.linear(part.to(dtype), w, b), y)
-            for part, y in zip(h.split(chunk), target.split(chunk), strict=True)
-        ]
+        parts = zip(h.split(chunk), target.split(chunk), strict=True)
+        both = [_read(nnf.linear(part.to(dtype), w, b), y) for part, y in parts]
         total, chosen = (torch.cat(values) for values in zip(*both, strict=True))
         ctx.save_for_backward(h, weight, bias, target, total)
         ctx.chunk, ctx.dtype = chunk, dtype

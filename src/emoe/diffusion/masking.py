@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.diffusion.categorical import draw_categorical
 from emoe.kernels import compiled
 from emoe.types import Logits, PerRow, Positions, Tokens
 
@@ -23,14 +22,12 @@ def mask_tokens(x: Tokens, keep: PerRow, mask_id: int, generator: torch.Generato
     Each token stays with probability keep = alpha_t / alpha_s and becomes the mask otherwise; a mask stays a mask.
     At keep = 0 all tokens are masked, at keep = 1 none is.
     """
-    return _masked_where(
-        x, torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64), keep, mask_id
-    )
+    u = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+    return _masked_where(x, u, keep, mask_id)
 
 
 @compiled
 def _masked_where(x: Tokens, u: Float[Tensor, "B L"], keep: PerRow, mask_id: int) -> Tokens:
-    """The mask where u is not below keep."""
     return torch.where(u < keep.double()[:, None], x, mask_id)
 
 
@@ -60,25 +57,10 @@ def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tens
     return (alpha_s - alpha_t) / (1 - alpha_t)
 
 
-def unmask_step(
-    log_x_theta: Logits,
-    xt: Tokens,
-    alpha_s: float,
-    alpha_t: float,
-    mask_id: int,
-    *,
-    reveal: torch.Generator,
-    token: torch.Generator,
-) -> tuple[Tokens, Positions]:
-    """Draw x_s ~ p(x_s | x_t, z), and which positions it revealed (Eq. 2-3, 13-14).
-
-    Whether a position is revealed does not depend on its logits, so it is drawn first and apart from the token.
-    """
-    revealed = draw_revealed(xt, alpha_s, alpha_t, mask_id, reveal)
-    return torch.where(revealed, draw_categorical(log_x_theta, token), xt), revealed
-
-
 def draw_revealed(xt: Tokens, alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator) -> Positions:
-    """Which masked positions are revealed between t and s, each with `reveal_probability`."""
+    """Which masked positions a reverse step from t to s reveals, each with `reveal_probability` (Eq. 2, 13-14).
+
+    It depends on no logits, so a step draws it first; then the tokens of these positions from x_theta (Eq. 3).
+    """
     u = torch.rand(xt.shape, generator=generator, device=xt.device, dtype=torch.float64)
     return (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))

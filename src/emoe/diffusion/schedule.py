@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -30,7 +28,6 @@ class LinearSchedule(Schedule, kind="linear"):
     """alpha_t = 1 - t, so the weight is 1 / t (Prop. 3.1, step 5)."""
 
     def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """1 - t."""
         return 1 - t
 
     def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -39,28 +36,10 @@ class LinearSchedule(Schedule, kind="linear"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogLinearSchedule(Schedule, kind="loglinear"):
-    """alpha_t = 1 - (1 - eps) t: linear, with a token left clean at t = 1 with probability eps (the field's habit)."""
+class LogLinearSchedule(LinearSchedule, kind="loglinear"):
+    """alpha_t = 1 - (1 - eps) t: a token is clean at t = 1 with probability eps, as is usual; the weight is 1 / t."""
 
     eps: float = option(1e-3, doc="probability that a token is clean at t = 1", low=0, high=0.5)
 
     def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """1 - (1 - eps) t."""
         return 1 - (1 - self.eps) * t
-
-    def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """1 / t, for every eps (Eq. 22)."""
-        return 1 / t
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineSchedule(Schedule, kind="cosine"):
-    """alpha_t = 1 - cos(pi/2 * (1 - t)): masks slowly at first."""
-
-    def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """1 - cos(pi/2 * (1 - t))."""
-        return 1 - torch.cos(math.pi / 2 * (1 - t))
-
-    def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """pi/2 * tan(pi/2 * (1 - t)) (Eq. 22)."""
-        return math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))

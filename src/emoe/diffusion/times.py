@@ -1,9 +1,11 @@
-"""Which times a training batch sees (Algo. 1, line 3) and which times a sampler visits (Algo. 2)."""
+"""The times of a training batch (Algo. 1, line 3), and the steps of a sampler (Algo. 2)."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,22 +15,20 @@ from emoe.config import ConfigError
 from emoe.diffusion.masking import reveal_probability
 from emoe.diffusion.schedule import Schedule
 from emoe.kernels import compiled
+from emoe.rng import Rng
 from emoe.types import PerRow
 
 
-def stratified_times(
-    batch: int, generator: torch.Generator, *, low: float = 0.0, rank: int = 0, world: int = 1
-) -> PerRow:
+def stratified_times(batch: int, rng: Rng, low: float = 0.0) -> PerRow:
     """One t ~ U(low, 1] for each row, one row in each of n = batch * world equal strata (Algo. 1, line 3).
 
-    t_j = low + (1 - low) * (1 - (s_j + u_j) / n), u_j ~ U[0, 1), with s_j = (a j + b) mod n for a random b and a
-    fixed stride a near the golden section of n and coprime to it. That is a permutation of the strata in which any
-    run of rows (a rank's slice, a micro-batch) is spread evenly over all times. The generator must be the same on
-    all ranks; each takes its slice.
+    t_j = low + (1 - low) * (1 - (s_j + u_j) / n), u_j ~ U[0, 1), with s_j = (a j + b) mod n for a random b and a fixed
+    stride a, which spreads any run of rows evenly over all times (docs/decisions/0013-stratified-times.md). All ranks
+    draw the same numbers, and each takes its slice.
     """
-    count = batch * world
+    count, generator = batch * rng.world, rng.stream("time", shared=True)
     noise = torch.rand(count + 1, generator=generator, device=generator.device, dtype=torch.float64)
-    return _in_strata(noise, _spread_stride(count), low)[rank * batch : (rank + 1) * batch]
+    return _in_strata(noise, _spread_stride(count), low)[rng.rank * batch : (rng.rank + 1) * batch]
 
 
 @compiled
@@ -48,16 +48,11 @@ def _spread_stride(count: int) -> int:
     return min((a for a in range(1, count + 1) if math.gcd(a, count) == 1), key=lambda a: abs(a - target))
 
 
-def weighted_times(
-    schedule: Schedule, t: Float[Tensor, "*B"], steps: int
-) -> tuple[Float[Tensor, "*B"], Float[Tensor, "*B"]]:
+def weighted_times(schedule: Schedule, t: Float[Tensor, "*B"], steps: int) -> tuple[Tensor, Tensor]:
     """Times and the weights of their masked NLL, from t ~ U(0, 1].
 
-    With 0 steps t itself and w(t). With T steps a time i / T, i uniform in 1..T, and T times the chance a_i that its
-    step reveals a masked token, a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i) (Eq. 37).
-
-    Raises:
-        ConfigError: A chain of T steps does not start from masks alone.
+    With 0 steps t itself and w(t). With T steps, which must start from masks alone, a time i / T, i uniform in 1..T,
+    and T times the chance that this step reveals a token, a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i) (Eq. 37).
     """
     if not steps:
         return t, schedule.elbo_weight(t)
@@ -75,3 +70,24 @@ def grid_times(steps: int) -> list[float]:
     if steps < 1:
         raise ValueError(f"nfe: must be >= 1, got {steps}")
     return [i / steps for i in range(steps + 1)]
+
+
+class GridStep(NamedTuple):
+    """A step of a chain, from t_i to t_{i-1}."""
+
+    number: int  # i
+    time: float  # t_i
+    alpha_s: float
+    alpha_t: float
+
+
+def grid(schedule: Schedule, nfe: int) -> Iterator[GridStep]:
+    """The steps i = T..1 on the grid t_i = i / T (Algo. 2).
+
+    alpha_s of the last step is 1, whatever the schedule's rounding says: it reveals every token.
+    """
+    times = grid_times(nfe)
+    alpha: list[float] = schedule.alpha(torch.tensor(times, dtype=torch.float64)).tolist()
+    alpha[0] = 1.0
+    for i in range(nfe, 0, -1):
+        yield GridStep(i, times[i], alpha[i - 1], alpha[i])

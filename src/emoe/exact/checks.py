@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,8 +24,7 @@ DRAWS = 400
 TINY = TokenSpace(size=3, mask_id=2, length=2)
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of the table."""
 
     name: str
@@ -35,11 +34,10 @@ class Check:
 
 def tiny_methods(only: str | None = None, seed: int = 0) -> dict[str, Method]:
     """Random models small enough to enumerate (V = 3, L = 2, D = 2), one for each kind that has an exact law."""
-    methods = {}
+    methods, backbone = {}, TransformerConfig(width=8, heads=2, hidden=16, time_size=4)
     for kind in MethodConfig.known_kinds():
-        config, backbone = MethodConfig.resolve(kind)(), TransformerConfig(width=8, heads=2, hidden=16, time_size=4)
-        assert isinstance(config, MethodConfig)
-        config = config.tiny()
+        kind_config: Any = MethodConfig.resolve(kind)
+        config = kind_config().tiny()
         if list(backbone.unsupported(config.needs())):
             continue
         with torch.random.fork_rng(devices=[]):
@@ -58,17 +56,7 @@ def tiny_methods(only: str | None = None, seed: int = 0) -> dict[str, Method]:
 def verify(
     method: Method, rows: Int[Tensor, "n L"], *, steps: tuple[int, ...] = (1, 2, 4), seed: int = 0
 ) -> Iterator[Check]:
-    """All checks of a method whose law can be computed (see `emoe.exact.laws`).
-
-    Args:
-        method: The method.
-        rows: Clean rows at which likelihoods are checked, each by itself.
-        steps: Numbers of steps T.
-        seed: Seed of all draws.
-
-    Raises:
-        ConfigError: The law cannot be computed; found before anything is run.
-    """
+    """All checks of a method for T in `steps`, likelihoods at each row; a `ConfigError` if it has no computable law."""
     check_chain(method)
     for count in steps:
         law = chain_law(method, count)
@@ -89,17 +77,14 @@ def sampler_check(method: Method, law: Float[Tensor, "..."], steps: int, seed: i
     radix = (space.size - 1) ** torch.arange(space.length - 1, -1, -1)
     counts = torch.bincount((symbols * radix).sum(-1), minlength=law.numel()).double()
     expected = law.flatten() / law.sum() * len(samples)
-    order = expected.argsort(descending=True)
-    cut = max(1, int((expected >= 5).sum()))
-    observed = torch.cat([counts[order][:cut], counts[order][cut:].sum(0, keepdim=True)])
-    wanted = torch.cat([expected[order][:cut], expected[order][cut:].sum(0, keepdim=True)])
+    often = expected >= 5
+    observed, wanted = (torch.cat([x[often], x[~often].sum(0, keepdim=True)]) for x in (counts, expected))
     if wanted[-1] < 5:
         observed, wanted = observed[:-1], wanted[:-1]
     statistic, freedom = ((observed - wanted) ** 2 / wanted).sum(), max(1, len(wanted) - 1)
     p = torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2).item()
-    return Check(
-        f"samples follow the law, T = {steps}", p > 1e-4, f"chi-square p = {p:.2g}, {freedom} degrees of freedom"
-    )
+    seen = f"chi-square p = {p:.2g}, {freedom} degrees of freedom"
+    return Check(f"samples follow the law, T = {steps}", p > 1e-4, seen)
 
 
 def bound_checks(
@@ -109,11 +94,8 @@ def bound_checks(
     bound = _draws(method, rows, Likelihood("bound", steps), seed)
     allowed = SIGMAS * bound.std(0) / math.sqrt(len(bound)) + ROUNDING * nll.abs().clamp(min=1)
     gap = bound.mean(0) - nll
-    yield Check(
-        f"bound@{steps} >= exact NLL at each of {len(rows)} rows",
-        bool((gap > -allowed).all()),
-        f"mean NLL {nll.mean():.4f}, mean bound {bound.mean():.4f}, least gap {gap.min():+.4f}",
-    )
+    seen = f"mean NLL {nll.mean():.4f}, mean bound {bound.mean():.4f}, least gap {gap.min():+.4f}"
+    yield Check(f"bound@{steps} >= exact NLL at each of {len(rows)} rows", bool((gap > -allowed).all()), seen)
     tight = _draws(method, rows, Likelihood("iw", steps, 16), seed)
     error = SIGMAS * math.hypot(_error(bound), _error(tight)) + ROUNDING * float(nll.abs().mean().clamp(min=1))
     between = tight.mean() < bound.mean() + error and tight.mean() > nll.mean() - error
@@ -125,14 +107,14 @@ def kl_check(method: Method, rows: Int[Tensor, "n L"], seed: int) -> Check:
     """The KL of posterior and prior two ways: as the method computes it, and as the mean of log q(z) - log p(z)."""
     device = next(method.parameters()).device
     x0 = rows.to(device).repeat(DRAWS, 1)
-    bound, one = Likelihood("bound", 1), Likelihood("iw", 1, 1)
     # bound@1 - iw@1,1 on equal draws is KL - (log q(z) - log p(z)): at T = 1 both have all masks and reveal all.
-    gap = method.nll(x0, bound, Rng(seed, device=device)) - method.nll(x0, one, Rng(seed, device=device))
+    names = Likelihood("bound", 1), Likelihood("iw", 1, 1)
+    bound, one_draw = (method.nll(x0, name, Rng(seed, device=device)) for name in names)
+    gap = bound - one_draw
     error = gap.std().item() / math.sqrt(len(gap)) + ROUNDING
     seen = f"mean difference {gap.mean():+.4f} nats, standard error {error:.4f}"
-    return Check(
-        "KL of the latent, computed and as a mean of log ratios", abs(gap.mean().item()) < SIGMAS * error, seen
-    )
+    passed = abs(gap.mean().item()) < SIGMAS * error
+    return Check("KL of the latent, computed and as a mean of log ratios", passed, seen)
 
 
 def _draws(method: Method, rows: Int[Tensor, "n L"], likelihood: Likelihood, seed: int) -> Float[Tensor, "K n"]:

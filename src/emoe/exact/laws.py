@@ -1,8 +1,7 @@
 """Exact laws of small models: the law of the T-step chain from the components of its reverse steps.
 
-Letters as in `emoe.types`, and: R components of a mixture, C = V - 1 symbols other than the mask, M a set of masked
-positions. Tables over clean rows have the shape (C,) * L; their index skips the mask. Networks run in their own
-precision, all sums over routes, rows and steps in float64.
+R components of a mixture, C = V - 1 symbols other than the mask, M a set of masked positions. Tables over clean rows
+have the shape (C,) * L; their index skips the mask. Networks run in their own precision, all sums in float64.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from torch import Tensor
 from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.diffusion.masking import reveal_probability
-from emoe.diffusion.samplers import GridStep, grid
 from emoe.diffusion.schedule import Schedule
-from emoe.diffusion.times import grid_times
+from emoe.diffusion.times import GridStep, grid, grid_times
 from emoe.methods.base import Method
 from emoe.rng import derive_seed
-from emoe.types import Mixture
 
 SAMPLES = 4_096  # latents drawn for the fully masked row where a mixture is continuous
 REPEATS = 4  # independent laws of a method whose latents are drawn
@@ -44,29 +41,23 @@ def conditionals(method: Method, t: float, *, samples: int | None = None, **how:
     mask = torch.tensor([space.mask_id])
     symbols = torch.tensor([v for v in range(space.size) if v != space.mask_id])
     tables: dict[Pattern, Tensor] = {}
-    for pattern in itertools.product((False, True), repeat=space.length):
+    for pattern in list(itertools.product((False, True), repeat=space.length))[1:]:
         positions = [position for position, masked in enumerate(pattern) if masked]
-        if not positions:
-            continue
         rows = torch.cartesian_prod(*(mask if masked else symbols for masked in pattern)).view(-1, space.length)
         each = None if samples is None else max(1, samples // len(rows))
-        law: Mixture = method.components(rows.to(device), t, samples=each, **how)
+        law = method.components(rows.to(device), t, samples=each, **how)
         token = law.log_token[..., symbols.to(device)].exp()
         terms = [term for position in positions for term in (token[:, :, position], [0, 1, 2 + position])]
         joint = torch.einsum(law.log_weight.exp(), [0, 1], *terms, [0, *(2 + position for position in positions)])
         # The axes of the clean tokens come first, then those of the masks: put them in order of position.
-        order = sorted(range(space.length), key=lambda position: (pattern[position], position))
+        order = [position for position, masked in enumerate(pattern) if not masked] + positions
         joint = joint.cpu().reshape([len(symbols)] * space.length)
-        tables[pattern] = joint.permute([order.index(position) for position in range(space.length)]).contiguous()
+        tables[pattern] = joint.movedim(list(range(space.length)), order).contiguous()
     return tables
 
 
 def check_chain(method: Method) -> Schedule:
-    """The schedule of the method's reverse chain, if its law can be computed.
-
-    Raises:
-        ConfigError: It has no such chain, or its tables are too large.
-    """
+    """The schedule of the method's reverse chain; a `ConfigError` if its law cannot be computed."""
     if method.chain_schedule is None:
         raise ConfigError(f"exact: {method.label} has no chain of factorised steps, so its law is not known here")
     space = method.space
@@ -80,28 +71,25 @@ def check_chain(method: Method) -> Schedule:
 
 
 @torch.no_grad()
-def chain_laws(
-    method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any
-) -> dict[int, Float[Tensor, "..."]]:
+def chain_laws(method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any) -> dict[int, Table]:
     """Law of the sampler's rows for each number of steps T, a table (C,) * L: Algo. 2 from all masks, t_i = i/T.
 
     Let m_M be the law of the rows whose masks are M. A step with reveal probability a moves, for every S in M,
 
         m_{M - S} += a^|S| (1 - a)^|M - S| sum over x^(M - S) of m_M p(x^M | x^(not M); t).
 
-    Times that grids share (1, 2, 4, ... are nested) are run once. `tick` is told of every T that is done; `how` goes
-    to `Method.components`.
+    The network is run once for each time, which nested grids (1, 2, 4, ...) share. `how` goes to `Method.components`.
     """
     schedule = check_chain(method)
-    read = functools.cache(functools.partial(conditionals, method, **how))
-    laws, seen = {}, set[float]()
-    for steps in nfe:
-        laws[steps] = _propagate(method, grid(schedule, steps), read)
-        fresh = set(grid_times(steps)[1:]) - seen
-        seen |= fresh
+
+    @functools.cache
+    def read(t: float) -> dict[Pattern, Tensor]:
+        tables = conditionals(method, t, **how)
         if tick is not None:
-            tick(len(fresh), f"exact law, T = {steps}")
-    return laws
+            tick(1, f"exact law, t = {t:g}")
+        return tables
+
+    return {steps: _propagate(method, grid(schedule, steps), read) for steps in nfe}
 
 
 def chain_law(method: Method, steps: int, **how: Any) -> Table:
@@ -109,23 +97,13 @@ def chain_law(method: Method, steps: int, **how: Any) -> Table:
     return chain_laws(method, [steps], **how)[steps]
 
 
-def exact_laws(
-    method: Method,
-    nfe: Iterable[int],
-    *,
-    repeats: int = REPEATS,
-    samples: int = SAMPLES,
-    seed: int = 0,
-    tick: Tick | None = None,
-) -> dict[int, Float[Tensor, "R ..."]]:
-    """Laws of the T-step sampler for each T: one, or `repeats` independent ones where the latent has to be drawn."""
+def exact_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
+    """Laws of the T-step sampler for each T, stacked: one, or `REPEATS` where the latent has to be drawn."""
     nfe = sorted(nfe)
     if not method.draws_components:
         return {steps: law[None] for steps, law in chain_laws(method, nfe, tick=tick).items()}
-    again = [
-        chain_laws(method, nfe, tick=tick, samples=samples, seed=derive_seed(seed, "repeat", repeat))
-        for repeat in range(repeats)
-    ]
+    seeds = [derive_seed(seed, "repeat", repeat) for repeat in range(REPEATS)]
+    again = [chain_laws(method, nfe, tick=tick, samples=SAMPLES, seed=each) for each in seeds]
     return {steps: torch.stack([laws[steps] for laws in again]) for steps in nfe}
 
 
@@ -148,25 +126,27 @@ def kl_data_model(data: Table, law: Table) -> float:
     return (torch.special.xlogy(data, data) - torch.special.xlogy(data, law)).sum().item()
 
 
-def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float], dict[Pattern, Tensor]]) -> Table:
+def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float], dict[Pattern, Table]]) -> Table:
     """The sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
     length, count = method.space.length, method.space.size - 1
     patterns = sorted(itertools.product((False, True), repeat=length), key=sum, reverse=True)
-    shapes = {pattern: [1 if masked else count for masked in pattern] for pattern in patterns}
-    mass = {pattern: torch.zeros(shape, dtype=torch.float64) for pattern, shape in shapes.items()}
-    mass[patterns[0]].fill_(1)
+    all_masked, none_masked = patterns[0], patterns[-1]
+
+    def nothing() -> dict[Pattern, Tensor]:
+        shapes = {pattern: [1 if masked else count for masked in pattern] for pattern in patterns}
+        return {pattern: torch.zeros(shape, dtype=torch.float64) for pattern, shape in shapes.items()}
+
+    mass = nothing()
+    mass[all_masked].fill_(1)
     for step in steps:
-        reveal = float(reveal_probability(step.alpha_s, step.alpha_t))
-        after = {pattern: torch.zeros_like(one) for pattern, one in mass.items()}
-        after[patterns[-1]] += mass[patterns[-1]]
+        reveal, after = float(reveal_probability(step.alpha_s, step.alpha_t)), nothing()
+        after[none_masked] += mass[none_masked]
         for pattern, table in read(step.time).items():
             joint = mass[pattern] * table
             for left in patterns:
-                if any(one and not masked for one, masked in zip(left, pattern, strict=True)):
-                    continue
-                stay, gone = sum(left), sum(pattern) - sum(left)
-                axes = [axis for axis, one in enumerate(left) if one]
-                kept = joint.sum(axes, keepdim=True) if axes else joint
-                after[left] += reveal**gone * (1 - reveal) ** stay * kept
+                if all(masked or not stays for stays, masked in zip(left, pattern, strict=True)):
+                    axes = [axis for axis, stays in enumerate(left) if stays]
+                    kept = joint.sum(axes, keepdim=True) if axes else joint
+                    after[left] += reveal ** (sum(pattern) - sum(left)) * (1 - reveal) ** sum(left) * kept
         mass = after
-    return mass[patterns[-1]]
+    return mass[none_masked]

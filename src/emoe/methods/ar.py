@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 from torch.nn import functional as nnf
 
-from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError
 from emoe.diffusion.categorical import draw_categorical
-from emoe.diffusion.head import total_and_target
-from emoe.diffusion.samplers import OnStep
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, PerRow, StepEvent, Tokens, TokenSpace
+from emoe.types import Likelihood, Loss, Needs, OnStep, PerRow, PerToken, Ramps, StepEvent, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +22,18 @@ class ARConfig(MethodConfig, kind="ar"):
     """AR has no options of its own."""
 
     def conflicts(self) -> Iterator[str]:
-        """Combinations that are not allowed."""
         if self.head_share < 1:
             yield "head_share: has no effect without masks, since every position is predicted; use 1"
 
     def needs(self) -> Needs:
-        """A causal network with a cache."""
         return Needs(causal=True)
 
     def allowed_nfe(self, wanted: Iterable[int], length: int) -> tuple[int, ...]:
         """One call per token."""
         return (length,)
 
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> AR:
-        """Make the method."""
-        return AR(self, space, backbone)
 
-
-class AR(Method):
+class AR(Method, config=ARConfig):
     """p(x) = prod over l of p(x^l | x^<l).
 
     The network reads the row shifted right by one, with the mask symbol, which no clean row holds, as the token before
@@ -55,25 +44,22 @@ class AR(Method):
     label, colour = "AR", "#79706e"
     backbone: Any  # a causal one, with `extend`
 
-    def token_nll(self, x0: Tokens) -> Float[Tensor, "B L"]:
+    def token_nll(self, x0: Tokens) -> PerToken:
         """-log p(x^l | x^<l) of every token, in nats. One network call."""
         shifted = torch.cat([torch.full_like(x0[:, :1], self.space.mask_id), x0[:, :-1]], 1)
         h = self.backbone(shifted, torch.zeros(len(x0), device=x0.device)).h
         if self.config.head_chunk:
-            weight, bias = self.backbone.head_weights()
-            total, chosen = total_and_target(h, weight, bias, x0, self.config.head_chunk)
+            total, chosen = self.scores(h, x0, torch.ones_like(x0, dtype=torch.bool))
             return total - chosen
         logits = self.backbone.read(h)
         return nnf.cross_entropy(logits.flatten(0, 1), x0.flatten(), reduction="none").view(x0.shape)
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
-        """Mean NLL in nats per token."""
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         with dropout_from(self, rng.stream("dropout")):
             total = self.token_nll(x0).mean()
         return Loss(total, {"loss": total})
 
     def likelihoods(self) -> tuple[str, ...]:
-        """The NLL itself."""
         return ("exact",)
 
     @torch.no_grad()
@@ -85,18 +71,11 @@ class AR(Method):
 
     @torch.no_grad()
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
         """Draw token after token in float64, with a cache of keys and values; one network call per token, given or not.
 
-        Given tokens must come first in their row, each row with as many as it likes: then the others are drawn from
-        p(others | given) exactly. Tokens to the right of a mask cannot be given: p(x^l | x^<l) does not see them.
+        Given tokens must come first in their row: then the others are drawn from p(others | given) exactly.
         """
         length, mask_id = self.space.length, self.space.mask_id
         if nfe != length:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import Config, ConfigError, Family, option
-from emoe.diffusion.head import Scores, scored_total_and_target
-from emoe.diffusion.samplers import OnStep
+from emoe.diffusion.head import has_room, total_and_target
+from emoe.diffusion.masking import log_chosen, subs
 from emoe.diffusion.schedule import Schedule
 from emoe.ramps import Ramp
 from emoe.rng import Rng
-from emoe.types import Likelihood, Logits, Loss, Mixture, Needs, PerRow, Tokens, TokenSpace
+from emoe.types import Likelihood, Loss, Mixture, Needs, OnStep, PerRow, PerToken, Positions, Ramps, Tokens, TokenSpace
 
 BUDGET = 200_000  # most components times rows in one call of `components`
 LATE = 10**9  # a step at which every ramp has reached its end
@@ -33,10 +33,7 @@ class SamplerConfig(Config):
         doc="plain: logits of all positions; reveal-first: of revealed positions only, the same law with less work",
     )
     nucleus: float = option(
-        1.0,
-        doc="probability of the most likely symbols that tokens are drawn from; 1 = all, the model",
-        above=0,
-        high=1,
+        1.0, doc="probability of the most likely symbols that tokens are drawn from; 1: all, the model", above=0, high=1
     )
 
 
@@ -46,6 +43,8 @@ PLAIN = SamplerConfig()
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
     """Options of a method; those that all of them have."""
+
+    method: ClassVar[type[Method]]  # set by `class Name(Method, config=NameConfig)`
 
     head_chunk: int = option(
         0, doc="positions whose logits the loss computes at a time, to save memory where V is large; 0: all", low=0
@@ -59,7 +58,6 @@ class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
     )
 
     def conflicts(self) -> Iterator[str]:
-        """Combinations that are not allowed."""
         if self.head_share < 1 and not self.head_chunk:
             yield "head_share: has no effect without head_chunk; use 1"
 
@@ -81,14 +79,14 @@ class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> Method:
         """Make the method with its networks."""
-        raise NotImplementedError
+        return self.method(self, space, backbone)
 
 
 class Method(nn.Module, ABC):
     """All that engine, evaluation and tools call. Nothing outside `methods/` asks which method it has.
 
-    `ramps` are the numbers that depend on the training step; the engine evaluates them and passes them to `forward` as
-    0-dimensional tensors under the same names.
+    `class Name(Method, config=NameConfig)` is what `NameConfig.build` makes. `ramps` are the numbers that depend on the
+    training step; the engine evaluates them and passes them to `forward` as 0-dimensional tensors of the same names.
     """
 
     label: ClassVar[str]  # in tables and legends
@@ -100,6 +98,11 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     ramps: Mapping[str, Ramp]
 
+    def __init_subclass__(cls, *, config: type[MethodConfig] | None = None, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if config is not None:
+            config.method = cls
+
     def __init__(
         self, config: Any, space: TokenSpace, backbone: BackboneConfig, ramps: Mapping[str, Ramp] | None = None
     ):
@@ -110,7 +113,7 @@ class Method(nn.Module, ABC):
         self.backbone = backbone.build(space, config.needs())
 
     @abstractmethod
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """Loss of a batch of clean rows, in nats per token."""
 
     @abstractmethod
@@ -122,29 +125,19 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
         """Fill the masks of x with at most `nfe` network calls per row; other tokens stay.
 
         Equal streams give equal rows. `on_step` is called after every reverse step.
         """
 
     def check_sampler(self, sampler: SamplerConfig) -> None:
-        """Whether the method can draw like this.
-
-        Raises:
-            ConfigError: It has a sampler of its own.
-        """
+        """Raise a `ConfigError` if the method cannot draw like this."""
         if sampler != PLAIN:
             raise ConfigError(f"sampler: {self.label} has a sampler of its own; use plain with nucleus 1")
 
-    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Logits:
+    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
         """log p(x0 | xt, z) with z from the prior, or its most likely value; see `Run.log_probs`."""
         raise ConfigError(f"log_probs: {self.label} does not predict masked tokens independently")
 
@@ -155,14 +148,9 @@ class Method(nn.Module, ABC):
     def components(
         self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
     ) -> Mixture:
-        """The exact law of one reverse step, p(x0 | xt), as a finite mixture.
+        """The exact law of one reverse step, p(x0 | xt), as a finite mixture of at most `budget` components times rows.
 
-        Args:
-            xt: Noisy rows.
-            t: Their time.
-            budget: Largest number of components times rows that is not refused.
-            samples: Latents to draw for each row where the mixture is continuous and cannot be integrated.
-            seed: Seed of these latents.
+        Where it is continuous and cannot be integrated, it is that of `samples` latents for each row, drawn by `seed`.
         """
         raise ConfigError(f"exact: {self.label} has no exact law; ask for a bound instead")
 
@@ -179,16 +167,28 @@ class Method(nn.Module, ABC):
         """The values that the ramps have after training."""
         return {name: torch.tensor(ramp(LATE, LATE), device=device) for name, ramp in self.ramps.items()}
 
-    def scores(self, h: Float[Tensor, "N L K"], x0: Int[Tensor, "N L"], scored: Bool[Tensor, "N L"]) -> Scores:
-        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere; see `head_chunk`."""
-        if not self.config.head_chunk:
-            logits = self.backbone.read(h)
-            both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
-            return Scores(*(torch.where(scored, value, 0.0) for value in both))
-        room = self.config.head_share if self.training else 1.0
-        weight, bias = self.backbone.head_weights()
-        return scored_total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, room)
+    def scores(self, h: Float[Tensor, "B L K"], x0: Tokens, scored: Positions) -> tuple[PerToken, PerToken]:
+        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere; in parts with `head_chunk`."""
+        if self.config.head_chunk:
+            weight, bias = self.backbone.head_weights()
+            return total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, self._room)
+        logits = self.backbone.read(h)
+        both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
+        return torch.where(scored, both[0], 0.0), torch.where(scored, both[1], 0.0)
 
-    def refusal(self) -> str:
-        """Why a step can be refused by `Loss.valid`."""
-        return f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
+    def log_token(self, h: Float[Tensor, "B L K"], xt: Tokens, x0: Tokens, scored: Positions) -> PerToken:
+        """log x_theta(x0) at scored positions, which are masked in xt; 0 elsewhere."""
+        if self.config.head_chunk:
+            total, target = self.scores(h, x0, scored)
+            return target - total
+        log_x_theta = subs(self.backbone.read(h), xt, self.space.mask_id)
+        return torch.where(scored, log_chosen(log_x_theta, x0), 0.0)
+
+    def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Positions, draws: int = 1) -> Loss:
+        """The loss of a step, to be refused if the head has no room for all scored positions of all draws."""
+        refusal = f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
+        return Loss(total, {"loss": total, **log}, has_room(scored, self._room, draws), refusal)
+
+    @property
+    def _room(self) -> float:
+        return self.config.head_share if self.training else 1.0

@@ -7,24 +7,24 @@ with T calls per block instead of first-hitting times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.masking import log_chosen, mask_tokens, subs, unmask_step
-from emoe.diffusion.samplers import OnStep, grid
+from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times, weighted_times
+from emoe.diffusion.times import grid, stratified_times, weighted_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Loss, Needs, PerRow, StepEvent, Tokens, TokenSpace
+from emoe.types import Likelihood, Loss, Needs, OnStep, PerRow, Ramps, StepEvent, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,11 @@ class BD3LMConfig(MethodConfig, kind="bd3lm"):
     t_low: float = option(0.0, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
     def needs(self) -> Needs:
-        """Attention of its own, and a cache of finished blocks."""
         return Needs(attend=True)
 
     def allowed_nfe(self, wanted: Iterable[int], length: int) -> tuple[int, ...]:
         """The same number of calls for every block."""
         return tuple(nfe for nfe in wanted if nfe % (length // self.block) == 0)
-
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> BD3LM:
-        """Make the method."""
-        if space.length % self.block:
-            fits = ", ".join(str(size) for size in range(1, space.length + 1) if space.length % size == 0)
-            raise ConfigError(f"method.block: must divide the length {space.length}, got {self.block}; allowed: {fits}")
-        return BD3LM(self, space, backbone)
 
 
 def block_mask(length: int, block: int) -> Bool[Tensor, "M M"]:
@@ -64,13 +56,12 @@ def block_mask(length: int, block: int) -> Bool[Tensor, "M M"]:
     return torch.cat([noisy, clean])
 
 
-class BD3LM(Method):
+class BD3LM(Method, config=BD3LMConfig):
     """p(x) = prod over blocks b of p(x_b | x_<b), each factor a masked diffusion of the block (N = L / block of them).
 
-    Training is one pass over [xt ; x0], with positions 0..L-1 in both halves and the attention of `block_mask`, so that
-    block b is predicted from its noisy self and clean earlier blocks, for all blocks at once. Each block has a time of
-    its own, which the network does not see. With block = L it is MDLM; with block = 1 and one step per block it is
-    autoregressive.
+    Training is one pass over [xt ; x0] with the attention of `block_mask`: block b is predicted from its noisy self and
+    clean earlier blocks, for all blocks at once. Each block has a time of its own, which the network does not see. With
+    block = L it is MDLM; with block = 1 and one step per block it is autoregressive.
     """
 
     label, colour = "BD3-LM", "#9c755f"
@@ -79,31 +70,25 @@ class BD3LM(Method):
     backbone: Any  # one that has `attend` and `extend`
 
     def __init__(self, config: BD3LMConfig, space: TokenSpace, backbone: BackboneConfig):
+        if space.length % config.block:
+            fits = ", ".join(str(size) for size in range(1, space.length + 1) if space.length % size == 0)
+            raise ConfigError(
+                f"method.block: must divide the length {space.length}, got {config.block}; allowed: {fits}"
+            )
         super().__init__(config, space, backbone)
         self.blocks = space.length // config.block
         self.register_buffer("attend", block_mask(space.length, config.block), persistent=False)
         self.register_buffer("positions", torch.arange(space.length).repeat(2), persistent=False)
 
-    def features(self, xt: Tokens, x0: Tokens) -> Float[Tensor, "B L K"]:
-        """Features of every xt^l given its block of xt and earlier blocks of x0. One network call."""
+    def block_nll(self, x0: Tokens, xt: Tokens) -> Float[Tensor, "B N"]:
+        """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats. One network call."""
         both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0), device=x0.device)
-        h: Tensor = self.backbone(both, t, attend=self.attend, positions=self.positions).h
-        return h[:, : self.space.length]
-
-    def block_nll(self, x0: Tokens, xt: Tokens) -> tuple[Float[Tensor, "B N"], Bool[Tensor, ""] | None]:
-        """-sum over masked l of log p(x0^l | xt_b, x0_<b) in each block b, in nats, and `Scores.valid`."""
-        h, valid = self.features(xt, x0), None
-        if self.config.head_chunk:
-            total, target, valid = self.scores(h, x0, xt == self.space.mask_id)
-            nll = total - target
-        else:
-            nll = -log_chosen(subs(self.backbone.read(h), xt, self.space.mask_id), x0)
-        return nll.unflatten(1, (self.blocks, -1)).sum(-1), valid
+        h = self.backbone(both, t, attend=self.attend, positions=self.positions).h[:, : self.space.length]
+        return -self.log_token(h, xt, x0, xt == self.space.mask_id).unflatten(1, (self.blocks, -1)).sum(-1)
 
     def times(self, rows: int, rng: Rng, low: float = 0.0) -> Float[Tensor, "B N"]:
         """A time for each block, one in each of rows * blocks equal strata."""
-        count, generator = rows * self.blocks, rng.stream("time", shared=True)
-        return stratified_times(count, generator, low=low, rank=rng.rank, world=rng.world).view(rows, self.blocks)
+        return stratified_times(rows * self.blocks, rng, low).view(rows, self.blocks)
 
     def mask(self, x0: Tokens, t: Float[Tensor, "B N"], rng: Rng) -> Tokens:
         """Mask each block with the alpha of its own time."""
@@ -111,17 +96,16 @@ class BD3LM(Method):
         blocks = mask_tokens(x0.reshape(len(keep), -1), keep, self.space.mask_id, rng.stream("mask"))
         return blocks.view(x0.shape)
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """Mean over rows of sum over blocks of w(t_b) * masked NLL, divided by L."""
         t = self.times(len(x0), rng, self.config.t_low)
         xt = self.mask(x0, t, rng)
         with dropout_from(self, rng.stream("dropout")):
-            nll, valid = self.block_nll(x0, xt)
+            nll = self.block_nll(x0, xt)
         total = (self.config.schedule.elbo_weight(t) * nll).sum(-1).mean() / self.space.length
-        return Loss(total, {"loss": total}, valid, self.refusal())
+        return self.as_loss(total, {}, xt == self.space.mask_id)
 
     def likelihoods(self) -> tuple[str, ...]:
-        """Bounds for few steps per block, and for many."""
         return "bound@1", "bound@4", "nelbo"
 
     @torch.no_grad()
@@ -129,30 +113,21 @@ class BD3LM(Method):
         """One draw of (t_b, xt_b) for each block of each row, summed over blocks; nats per row.
 
         nelbo: w(t_b) * masked NLL, t_b ~ U(0, 1], bounds the NLL in the limit of many steps per block. bound@T:
-        T * a_i * masked NLL for a step i uniform in 1..T, with a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i), bounds
-        the NLL of the sampler with T steps **in each block**, which makes T * L / block network calls.
+        T * a_i * masked NLL (see `weighted_times`) bounds the NLL of the sampler with T steps **in each block**.
         """
         if likelihood.kind not in ("nelbo", "bound"):
             raise ConfigError(f"likelihood: 'bd3lm' has no {likelihood}; ask for nelbo or bound@T (T steps per block)")
         t, weight = weighted_times(self.config.schedule, self.times(len(x0), rng).double(), likelihood.steps)
-        return (weight * self.block_nll(x0, self.mask(x0, t, rng))[0].double()).sum(-1)
+        return (weight * self.block_nll(x0, self.mask(x0, t, rng)).double()).sum(-1)
 
     @torch.no_grad()
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
-        """Fill blocks from left to right, each by a T-step reverse chain on the grid t_i = i / T.
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
+        """Fill blocks from left to right, each by a T-step reverse chain; `nfe` = T * L / block network calls in all.
 
-        `nfe` = T * L / block network calls in all. Keys and values of finished blocks are kept, which is exact, because
-        they never see later ones. A block sees given tokens of its own and of earlier blocks, not of later ones, so
-        only a given prefix makes it a sampler of the model's conditional, and inside a block as much as in any masked
-        diffusion.
+        Keys and values of finished blocks are kept, which is exact, because they never see later ones. For the same
+        reason a block does not see tokens that are given in later blocks.
         """
         size, mask_id = self.config.block, self.space.mask_id
         if nfe < 1 or nfe % self.blocks:
@@ -167,28 +142,24 @@ class BD3LM(Method):
             block = slice(number * size, (number + 1) * size)
             for step in grid(self.config.schedule, nfe // self.blocks):
                 chain.at(step.number)
-                log_x_theta = subs(self._read_block(x, block, cache), x[:, block], mask_id)
-                streams = {"reveal": chain.stream("reveal"), "token": chain.stream("token")}
-                new, revealed = unmask_step(log_x_theta, x[:, block], step.alpha_s, step.alpha_t, mask_id, **streams)
-                x[:, block] = new
+                old = x[:, block]
+                log_x_theta = subs(self._read_block(x, block, cache), old, mask_id)
+                reveal = draw_revealed(old, step.alpha_s, step.alpha_t, mask_id, chain.stream("reveal"))
+                x[:, block] = torch.where(reveal, draw_categorical(log_x_theta, chain.stream("token")), old)
                 if on_step is not None:
                     event = torch.zeros_like(x, dtype=torch.bool)
-                    event[:, block] = revealed
+                    event[:, block] = reveal
                     left = (self.blocks - number - 1) * (nfe // self.blocks) + step.number
                     on_step(StepEvent(left, step.time, x.clone(), event, None))
         return x
 
-    def _read_block(self, x: Int[Tensor, "n L"], block: slice, cache: Any) -> Float[Tensor, "n S V"]:
+    def _read_block(self, x: Tokens, block: slice, cache: Any) -> Float[Tensor, "B S V"]:
         """Logits of a block given those before it. One network call.
 
-        The block that was finished last enters the cache with the first call of the next one, on [finished ; noisy]:
-        the finished half sees itself and earlier blocks, the noisy half everything. It takes no call of its own.
+        The block before it enters the cache with its first call, on [finished ; noisy]: the finished half sees itself
+        and earlier blocks, the noisy half everything.
         """
-        start = cache.length  # all blocks but the last finished one
-        number = torch.arange(block.stop, device=x.device) // self.config.block
-        attend = number[start:, None] >= number
-        size = self.config.block
-        logits: Tensor = self.backbone.extend(
-            x[:, start : block.stop], cache, attend=attend, keep=block.start - start, last=size
-        )
-        return logits
+        start, size = cache.length, self.config.block  # all blocks but the last finished one are in the cache
+        number = torch.arange(block.stop, device=x.device) // size
+        some = {"attend": number[start:, None] >= number, "keep": block.start - start, "last": size}
+        return self.backbone.extend(x[:, start : block.stop], cache, **some)

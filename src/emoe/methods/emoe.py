@@ -16,21 +16,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.config import ConfigError, option
-from emoe.diffusion.masking import subs
 from emoe.methods.base import BUDGET
-from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep, RowLoss
+from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
 from emoe.routing import compare
 from emoe.routing.compare import CompareConfig
-from emoe.routing.latent import RouteLatent, describe_collapse, enumerate_routes, load_balance, usage_shortfall
-from emoe.routing.routes import draw, each_expert, paired, recorded, sharpened
-from emoe.types import Gate, Mixture, Needs, Noised, Route, Tokens, TokenSpace
+from emoe.routing.latent import RouteLatent, describe_collapse, enumerate_routes
+from emoe.routing.routes import draw, paired, sharpened
+from emoe.types import Mixture, Needs, Noised, PerRow, Ramps, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,6 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     )
 
     def conflicts(self) -> Iterator[str]:
-        """Combinations that are not allowed."""
         yield from super().conflicts()
         if self.top_k > self.experts:
             yield f"top_k: must be in 1..experts = {self.experts}, got {self.top_k}"
@@ -68,7 +66,6 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
             yield "free_nats: has no effect with compare; use 0"
 
     def needs(self) -> Needs:
-        """Routed experts."""
         return Needs(experts=self.experts)
 
     def variant(self) -> tuple[str, str]:
@@ -79,15 +76,10 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
         return (f"-{name}", f" ({labels.get(name, name)})") if name else ("", "")
 
     def tiny(self) -> EMoEConfig:
-        """Two experts."""
         return replace(self, experts=2)
 
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> EMoE:
-        """Make the method."""
-        return EMoE(self, space, backbone)
 
-
-class EMoE(MaskedDiffusion):
+class EMoE(MaskedDiffusion, config=EMoEConfig):
     """p(x_s | x_t) = sum over routes z of p(z | x_t) p(x_s | x_t, z) (Eq. 5)."""
 
     label, colour, has_latent = "E-MoE", "#59a14f", True
@@ -98,40 +90,37 @@ class EMoE(MaskedDiffusion):
         if config.compare is not None and config.compare.sum_last:
             compare.check_sum_last(self.backbone, backbone.kind)
 
-    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
+    def infer(self, noised: Noised, ramp: Ramps, rng: Rng) -> Inferred:
         """Both passes as one call on [x0; xt]: the clean half draws z, both halves run it (Algo. 1, lines 5-8).
 
         Router logits of the clean half are the posterior, those of the noisy half along the same z the prior.
         """
         if self.config.compare is not None:
             return self.inferred(*compare.both_passes(self, noised, rng, draws=1))
-        gates: list[Gate] = []
-        posterior = recorded(draw(rng.stream("route"), ramp["relax_tau"], top_k=self.config.top_k), gates)
+        posterior = draw(rng.stream("route"), ramp["relax_tau"], top_k=self.config.top_k)
         rows, times = torch.cat([noised.x0, noised.xt]), torch.cat([noised.t, noised.t])
-        route = paired(posterior, self.backbone.routed_blocks)
-        log_token, logits, valid = self.predict(noised, rows, times, route=route)
-        post, prior = zip(*(block.chunk(2) for block in logits), strict=True)
-        return self.inferred(log_token, RouteLatent(post, prior, tuple(gate.expert[..., 0] for gate in gates)), valid)
+        log_token, out = self.predict(noised, rows, times, route=paired(posterior, self.backbone.routed_blocks))
+        post, prior = zip(*(logits.chunk(2) for logits in out.route_logits), strict=True)
+        routes = tuple(gate.expert[-len(log_token) :, :, 0] for gate in out.gates)
+        return self.inferred(log_token, RouteLatent(post, prior, routes))
 
-    def infer_training(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
-        """With `compare` the loss over several draws, else `infer`."""
+    def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
+        """With `compare` the loss over several draws of z."""
         if self.config.compare is None:
-            return self.infer(noised, ramp, rng)
-        result = compare.compare_draws(self, noised, self.kl_weight(noised, ramp), rng)
-        rows = RowLoss(result.loss, result.recon, result.kl)
-        out = self.inferred(result.log_token, result.latent, result.valid, rows=rows)
-        return replace(out, log={**out.log, "effective_draws": result.effective_draws})
+            return super().objective(noised, ramp, rng)
+        log_token, latent = compare.both_passes(self, noised, rng, draws=self.config.compare.draws)
+        beta = self.kl_weight(noised, ramp)
+        loss, recon, kl, effective = compare.compare_draws(self, noised, log_token, latent, beta)
+        return loss, recon, kl, self.inferred(log_token, latent, effective_draws=effective)
 
-    def inferred(
-        self, log_token: Float[Tensor, "N L"], latent: RouteLatent, valid: Tensor | None = None, **more: Any
-    ) -> Inferred:
+    def inferred(self, log_token: Float[Tensor, "N L"], latent: RouteLatent, **log: Tensor) -> Inferred:
         """A posterior pass with its auxiliary loss, the KL beyond the free nats and the log."""
-        log = latent.log(by_position=self.backbone.routes_tokens) | compare.log_of_last(latent)
-        kl = self._beyond_free(latent.stats.kl)
-        return Inferred(log_token, latent, self._balance(latent), kl, log, valid=valid, **more)
+        log = latent.log(by_position=self.backbone.routes_tokens) | log
+        aux = self.config.balance * latent.imbalance(self.config.usage_floor) if self.config.balance else None
+        return Inferred(log_token, latent, aux, self._beyond_free(latent.stats.kl), log)
 
-    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
-        """The weight of the route KL, 1 in the paper's experiments (App. B.1), times w(t)^p."""
+    def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
+        """The ramp's weight, 1 in the paper's experiments (App. B.1), times w(t)^p."""
         if self.config.kl_time_power == Constant(value=0.0):
             return ramp["kl_weight"]
         return ramp["kl_weight"] * noised.weight ** ramp["kl_time_power"]
@@ -144,37 +133,15 @@ class EMoE(MaskedDiffusion):
         # The limit is on the mean over the batch: on each row it would also free rows that need no nats.
         return (kl * (kl.mean(0) > free).to(kl.dtype)).sum(-1)
 
-    def _balance(self, latent: RouteLatent) -> Float[Tensor, ""] | None:
-        if not self.config.balance:
-            return None
-        if self.config.usage_floor is None:
-            return self.config.balance * load_balance(latent.stats.chance, latent.stats.used).mean()
-        chance = compare.with_last(latent.stats.chance, latent)
-        return self.config.balance * usage_shortfall(chance, self.config.usage_floor).mean()
-
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
         """The policy that draws each route from its router, sharpened by `route_tau` (Algo. 2, line 3)."""
         return {"route": sharpened(rng.stream("route"), 0.0 if step.greedy else self.config.route_tau)}
 
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
+    def components(self, xt: Tokens, t: float, *, budget: int = BUDGET, **_: Any) -> Mixture:
         """One component for each choice of routes in all blocks but the last, which is summed out."""
         if not self.backbone.local_last_block:
             raise ConfigError("exact: routes in the last block of this backbone move other positions; ask for a bound")
-        experts, last = self.config.experts, self.backbone.routed_blocks - 1
-
-        def network(x: Int[Tensor, "N L"], route: Route) -> tuple[Float[Tensor, "N E L V"], tuple[Tensor, ...]]:
-            out = self.backbone(x, torch.full((len(x),), t, device=x.device), route=each_expert(route, last))
-            logits = self.backbone.read(out.h).unflatten(0, (len(x), experts))
-            return torch.softmax(logits.double(), -1), out.route_logits
-
-        tau = self.config.route_tau
-        law = enumerate_routes(network, xt, experts=experts, blocks=last, route_tau=tau, budget=budget)
-        count = law.log_weight.shape[1]
-        log_token = subs(law.log_token.flatten(0, 1), xt.repeat_interleave(count, dim=0), self.space.mask_id)
-        return Mixture(law.log_weight, log_token.unflatten(0, (len(xt), count)))
+        return enumerate_routes(self, xt, t, budget)
 
     def collapse(self, record: Mapping[str, Any]) -> str | None:
-        """Whether all blocks run one expert each, or no route says anything about x0."""
         return describe_collapse(record, self.config.experts)

@@ -1,27 +1,25 @@
-"""Algorithms 1 and 2 for any mixture of factorised reverse steps."""
+"""Algorithms 1 and 2 for any mixture of factorised steps."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.categorical import draw_categorical
-from emoe.diffusion.masking import draw_revealed, log_chosen, mask_tokens, subs
-from emoe.diffusion.samplers import READ_AT_ONCE, OnStep, grid, top_p
+from emoe.diffusion.categorical import AT_ONCE, draw_categorical, top_p
+from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
 from emoe.diffusion.schedule import LinearSchedule, Schedule
-from emoe.diffusion.times import stratified_times, weighted_times
+from emoe.diffusion.times import grid, stratified_times, weighted_times
 from emoe.methods.base import BUDGET, PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Features, Gate, Likelihood, Logits, Loss, Mixture, Noised, PerRow, Positions, StepEvent, Tokens
+from emoe.types import Features, Likelihood, Loss, Mixture, Noised, OnStep, PerRow, Positions, Ramps, StepEvent, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,6 @@ class ReverseStep(NamedTuple):
     x: Tokens
     t: PerRow
     reveal: Positions  # positions that the step reveals
-    nfe: int = 0  # steps of the chain; 0 outside a chain
     greedy: bool = False  # the most likely latent instead of a draw
 
 
@@ -60,18 +57,9 @@ class NoLatent:
     rows: Float[Tensor, " N"]
 
     def kl(self) -> Float[Tensor, " N"]:
-        """0 for every row."""
         return torch.zeros_like(self.rows)
 
     log_ratio = kl
-
-
-class RowLoss(NamedTuple):
-    """What a batch minimises, row by row, in nats per row."""
-
-    loss: PerRow
-    recon: PerRow  # w(t) * masked NLL
-    kl: PerRow
 
 
 @dataclass(frozen=True)
@@ -83,18 +71,14 @@ class Inferred:
     aux: Float[Tensor, ""] | None = None  # auxiliary loss, already weighted, outside any bound
     train_kl: Float[Tensor, " N"] | None = None  # counted in training instead of the KL
     log: Mapping[str, Tensor] = field(default_factory=dict)
-    rows: RowLoss | None = None  # in training, where it is not recon + weight * KL
-    valid: Bool[Tensor, ""] | None = None
 
 
 class MaskedDiffusion(Method):
     """Masked diffusion whose reverse step is a mixture of factorised steps (Eq. 4-6, Algo. 1-2).
 
     A concrete method has up to three hooks: `noise` (lines 3-4 of Algo. 1), `infer` (lines 5-8) and `prior` (line 3 of
-    Algo. 2). The rest is here and is not overridden.
+    Algo. 2). One that compares several draws of z in training also overrides `objective`.
     """
-
-    config: Any
 
     def noise(self, x0: Tokens, rng: Rng, likelihood: Likelihood | None = None) -> Noised:
         """Draw t, one per row and stratified over the batch, and x_t ~ q(x_t | x_0) (Algo. 1, lines 3-4).
@@ -103,112 +87,91 @@ class MaskedDiffusion(Method):
         weight T a_i, a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i) (Eq. 37); for other likelihoods t ~ U(0, 1].
         """
         schedule, low = self.config.schedule, self.config.t_low if likelihood is None else 0.0
-        t = stratified_times(len(x0), rng.stream("time", shared=True), low=low, rank=rng.rank, world=rng.world)
+        t = stratified_times(len(x0), rng, low)
         steps = 0 if likelihood is None else likelihood.steps
         t, weight = weighted_times(schedule, t if likelihood is None else t.double(), steps)
         xt = mask_tokens(x0, schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
-        return Noised(x0, xt, t.float(), xt == self.space.mask_id, weight, float(max(steps, 1)))
+        return Noised(x0, xt, t.float(), xt == self.space.mask_id, weight)
 
-    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
+    def infer(self, noised: Noised, ramp: Ramps, rng: Rng) -> Inferred:
         """Posterior pass (Algo. 1, lines 5-8) with one draw of z. Without a latent it is the prior pass."""
         step = ReverseStep(noised.xt, noised.t, noised.scored)
-        log_token, _, valid = self.predict(noised, noised.xt, noised.t, **self.prior(step, rng))
-        return Inferred(log_token, NoLatent(noised.t), valid=valid)
-
-    def infer_training(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
-        """`infer` in training; a method that draws several z there overrides it."""
-        return self.infer(noised, ramp, rng)
+        return Inferred(self.predict(noised, noised.xt, noised.t, **self.prior(step, rng))[0], NoLatent(noised.t))
 
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
         """Inputs of the network beside x_t and t: z ~ p(z | x_t), or a policy that draws it (Algo. 2, line 3)."""
         return {}
 
-    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
+    def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
         """Weight of the KL in the training loss."""
         return ramp.get("kl_weight", torch.zeros_like(noised.t))
 
     def predict(
         self, noised: Noised, rows: Int[Tensor, "M L"], t: Float[Tensor, " M"], **inputs: Any
-    ) -> tuple[Float[Tensor, "N L"], tuple[Tensor, ...], Bool[Tensor, ""] | None]:
+    ) -> tuple[Float[Tensor, "N L"], Features]:
         """One network call on `rows`, the last of which are x_t: log p(x0^l | xt, z) at scored positions.
 
-        Also the router logits by block, and `Scores.valid`. With K draws per row in a gate, N = B * K.
+        Also the call's result. With K draws per row in a gate, N = B * K.
         """
-        out = self.backbone(rows, t, **inputs)
-        if len(out.h) != len(noised.x0):
-            noised = noised.repeated(len(out.h) // len(noised.x0))
-        if self.config.head_chunk:
-            scores = self.scores(out.h, noised.x0, noised.scored)
-            return torch.where(noised.scored, scores.target - scores.total, 0.0), out.route_logits, scores.valid
-        log_x_theta = subs(self.backbone.read(out.h), noised.xt, self.space.mask_id)
-        return torch.where(noised.scored, log_chosen(log_x_theta, noised.x0), 0.0), out.route_logits, None
+        out: Features = self.backbone(rows, t, **inputs)
+        noised = noised.repeated(len(out.h) // len(noised.x0))
+        return self.log_token(out.h, noised.xt, noised.x0, noised.scored), out
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
+        """recon + weight * KL of each row in training, recon = w(t) * masked NLL, the KL, and the posterior pass."""
+        out = self.infer(noised, ramp, rng)
+        recon, kl = noised.weight * -out.log_token.sum(-1), out.latent.kl()
+        counted = kl if out.train_kl is None else out.train_kl
+        return recon + self.kl_weight(noised, ramp) * counted, recon, kl, out
+
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """One step of Algo. 1: mean over rows of [w(t) * masked NLL + weight * KL] / L (Eq. 6, 9), plus aux.
 
-        Reconstruction and KL are both sums over the sequence in nats and are divided by L together: dividing only
-        one of them changes the balance and collapses the latent.
+        Both are sums over the sequence in nats; dividing only one of them by L would collapse the latent.
         """
         noised = self.noise(x0, rng)
         with dropout_from(self, rng.stream("dropout")):
-            out = self.infer_training(noised, ramp, rng)
-        rows = out.rows
-        if rows is None:
-            kl = out.latent.kl()
-            counted = kl if out.train_kl is None else out.train_kl
-            recon = noised.weight * -out.log_token.sum(-1)
-            rows = RowLoss(recon + self.kl_weight(noised, ramp) * counted, recon, kl)
+            *rows, out = self.objective(noised, ramp, rng)
         total, recon, kl = (value.mean() / self.space.length for value in rows)
         log = {"recon": recon, "kl": kl, **out.log}
         if out.aux is not None:
             log["aux"] = out.aux
             total = total + out.aux
-        return Loss(total, {"loss": total, **log}, out.valid, self.refusal())
+        return self.as_loss(total, log, noised.scored, draws=len(out.log_token) // len(x0))
 
     @property
     def chain_schedule(self) -> Schedule:
-        """The masking schedule."""
-        schedule: Schedule = self.config.schedule
-        return schedule
-
-    # --- Likelihoods -----------------------------------------------------------------------------------------------
+        return self.config.schedule
 
     def likelihoods(self) -> tuple[str, ...]:
-        """The objective, bounds for few steps, and iw with a latent or nelbo without one."""
         return "objective", "bound@1", "bound@4", "iw@1,16" if self.has_latent else "nelbo"
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """One draw of (t, xt, z) per row, times stratified over the batch; nats per row.
+        """One draw of (t, xt, z) per row; see docs/likelihood.md.
 
         objective, nelbo: w(t) * masked NLL (+ KL). bound@T (Eq. 6): T * [a_i * masked NLL + KL]. iw@T,K: T * -log of
-        the mean over z_k ~ q of p(z_k | xt) / q(z_k | x0, xt) * prod over l in R of p(x0^l | xt, z_k), where R, the set
-        that the step reveals, is drawn like the sampler draws it. The K draws are one call.
+        the mean over z_k ~ q of p(z_k | xt) / q(z_k | x0, xt) * prod over l in R of p(x0^l | xt, z_k), with a drawn set
+        R of positions that the step reveals.
         """
-        self._check(likelihood)
-        steps, draws = likelihood.steps, likelihood.draws
-        noised = self.noise(x0, rng, likelihood)
-        if draws:
-            noised = self.revealed_only(noised, steps, rng).repeated(draws)
-        out = self.infer(noised, self.final_ramp(x0.device), rng)
-        nll = -out.log_token.sum(-1).double()
-        if draws:
-            log_weight = (out.latent.log_ratio().double() - nll).view(-1, draws)
-            return steps * (math.log(draws) - log_weight.logsumexp(-1))
-        return noised.weight * nll + (0 if likelihood.kind == "nelbo" else noised.kl_weight * out.latent.kl().double())
-
-    def revealed_only(self, noised: Noised, steps: int, rng: Rng) -> Noised:
-        """The same step with a drawn set R of revealed positions, each with probability a_i = weight / T."""
-        u = torch.rand(noised.x0.shape, generator=rng.stream("reveal"), device=noised.x0.device, dtype=torch.float64)
-        return dataclasses.replace(noised, scored=noised.scored & (u < (noised.weight / steps)[:, None]))
-
-    def _check(self, likelihood: Likelihood) -> None:
         if likelihood.kind not in ("objective", "nelbo", "bound", "iw"):
             raise ConfigError(f"likelihood: {likelihood} is not estimated by draws")
         if likelihood.kind == "nelbo" and self.has_latent:
             raise ConfigError(
                 "likelihood: nelbo is defined without a latent only (its KL grows with the steps); use bound@T"
             )
+        steps, draws = likelihood.steps, likelihood.draws
+        noised = self.noise(x0, rng, likelihood)
+        if draws:  # R: each masked position with probability a_i = weight / T
+            u = torch.rand(x0.shape, generator=rng.stream("reveal"), device=x0.device, dtype=torch.float64)
+            revealed = noised.scored & (u < (noised.weight / steps)[:, None])
+            noised = replace(noised, scored=revealed).repeated(draws)
+        out = self.infer(noised, self.final_ramp(x0.device), rng)
+        nll = -out.log_token.sum(-1).double()
+        if draws:
+            log_weight = (out.latent.log_ratio().double() - nll).view(-1, draws)
+            return steps * (math.log(draws) - log_weight.logsumexp(-1))
+        return noised.weight * nll + (0 if likelihood.kind == "nelbo" else max(steps, 1) * out.latent.kl().double())
 
     @torch.no_grad()
     def components(
@@ -221,70 +184,57 @@ class MaskedDiffusion(Method):
         return Mixture(log_token.new_zeros(len(xt), 1), log_token[:, None])
 
     @torch.no_grad()
-    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Logits:
+    def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
         """log p(x0 | xt, z) under one latent for each row; the time is the share of masked positions."""
         masked = xt == self.space.mask_id
-        step = ReverseStep(xt, masked.float().mean(1).clamp(min=1 / self.space.length), masked, greedy=greedy)
+        step = ReverseStep(xt, masked.float().mean(1).clamp(min=1 / self.space.length), masked, greedy)
         out = self.backbone(xt, step.t, **self.prior(step, rng))
         return subs(self.backbone.read(out.h), xt, self.space.mask_id)
-
-    # --- Algorithm 2 -----------------------------------------------------------------------------------------------
 
     def check_sampler(self, sampler: SamplerConfig) -> None:
         """Every sampler is supported."""
 
     @torch.no_grad()
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
         """Algo. 2 from x on the grid t_i = i / T with a fresh latent at every step.
 
-        Whether a position is revealed does not depend on the network, so it is drawn first. "plain" runs all rows and
-        draws a token at every position; "reveal-first" runs the rows of which something is revealed and draws tokens at
-        these positions only. Both have the same law; their noise is laid out differently.
+        "plain" runs all rows and draws a token at every position; "reveal-first" runs the rows of which something is
+        revealed and draws tokens at these positions only. Both have the same law; their noise is laid out differently.
         """
-        mask_id, all_rows = self.space.mask_id, sampler.kind == "plain"
+        mask_id, plain = self.space.mask_id, sampler.kind == "plain"
         for step in grid(self.config.schedule, nfe):
             rng.at(step.number)
             reveal = draw_revealed(x, step.alpha_s, step.alpha_t, mask_id, rng.stream("reveal"))
-            run = torch.ones_like(reveal[:, 0]) if all_rows else reveal.any(-1)
-            latent: Any = None
-            if all_rows or run.any():
-                part = x if all_rows else x[run]
-                t = torch.full((len(part),), step.time, device=x.device)
-                inputs = self.prior(ReverseStep(part, t, reveal if all_rows else reveal[run], nfe), rng)
-                out: Features = self.backbone(part, t, **inputs)
+            run: Any = slice(None) if plain else reveal.any(-1).nonzero().squeeze(-1)
+            rows, part, latent = x[run], reveal[run], None
+            if len(rows):
+                t = torch.full((len(rows),), step.time, device=x.device)
+                inputs = self.prior(ReverseStep(rows, t, part), rng)
+                out: Features = self.backbone(rows, t, **inputs)
                 latent = out.gates or inputs.get("cond")
-                if all_rows:
+                if plain:
                     log_x = top_p(subs(self.backbone.read(out.h), x, mask_id), sampler.nucleus)
                     x = torch.where(reveal, draw_categorical(log_x, rng.stream("token")), x)
                 else:
-                    at = out.h[reveal[run]].split(READ_AT_ONCE)
-                    tokens = [
-                        draw_categorical(top_p(self.backbone.read(h), sampler.nucleus), rng.stream("token")) for h in at
-                    ]
+                    logits = (top_p(self.backbone.read(h), sampler.nucleus) for h in out.h[part].split(AT_ONCE))
+                    tokens = [draw_categorical(some, rng.stream("token")) for some in logits]
                     x = x.masked_scatter(reveal, torch.cat(tokens))
             if on_step is not None:
-                on_step(StepEvent(step.number, step.time, x, reveal, _of_all_rows(latent, run)))
+                latent = latent if plain else _of_all_rows(latent, run, len(x))
+                on_step(StepEvent(step.number, step.time, x, reveal, latent))
         return x
 
 
-def _of_all_rows(latent: Any, run: Bool[Tensor, " n"]) -> Any:
-    """A latent with a row for each of the n rows; those that were not run have expert -1, or zeros."""
+def _of_all_rows(latent: Any, run: Int[Tensor, " n"], count: int) -> Any:
+    """A latent of the rows `run` with a row for each of `count`; the others have expert -1, or zeros."""
+
+    def spread(values: Tensor, other: int) -> Tensor:
+        rows = values.new_full((count, *values.shape[1:]), other)
+        rows[run] = values
+        return rows
+
     if isinstance(latent, tuple):
-        return tuple(Gate(_spread(gate.expert, run, -1), _spread(gate.weight, run, 0)) for gate in latent)
-    return None if latent is None else _spread(latent, run, 0)
-
-
-def _spread(values: Tensor, run: Bool[Tensor, " n"], other: int) -> Tensor:
-    if len(values) == len(run):
-        return values
-    rows = values.new_full((len(run), *values.shape[1:]), other)
-    rows[run] = values
-    return rows
+        return tuple(replace(gate, expert=spread(gate.expert, -1), weight=spread(gate.weight, 0)) for gate in latent)
+    return None if latent is None else spread(latent, 0)

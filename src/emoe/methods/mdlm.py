@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emoe.backbones.base import BackboneConfig
 from emoe.methods.masked import MaskedDiffusion, MaskedDiffusionConfig
-from emoe.types import TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
 class MDLMConfig(MaskedDiffusionConfig, kind="mdlm"):
     """MDLM has no options of its own."""
 
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> MDLM:
-        """Make the method."""
-        return MDLM(self, space, backbone)
 
-
-class MDLM(MaskedDiffusion):
+class MDLM(MaskedDiffusion, config=MDLMConfig):
     """One factorised reverse step (Eq. 3) per network call: Algorithms 1 and 2 with a single component."""
 
     label, colour = "MDLM", "#4e79a7"

@@ -7,24 +7,23 @@ where r = alpha / (1 - alpha) = 1 / (e^sigma - 1). The network predicts s_y for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
-from emoe.diffusion.categorical import draw_categorical
+from emoe.diffusion.categorical import AT_ONCE, draw_categorical
 from emoe.diffusion.masking import NEG_INF, mask_tokens, reveal_probability
-from emoe.diffusion.samplers import READ_AT_ONCE, OnStep, grid
 from emoe.diffusion.schedule import LogLinearSchedule
-from emoe.diffusion.times import stratified_times
+from emoe.diffusion.times import GridStep, grid, stratified_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
-from emoe.types import Likelihood, Logits, Loss, Needs, PerRow, Positions, StepEvent, Tokens, TokenSpace
+from emoe.types import Likelihood, Logits, Loss, Needs, OnStep, PerRow, Positions, Ramps, StepEvent, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +36,10 @@ class SEDDConfig(MethodConfig, kind="sedd"):
     t_low: float = option(1e-3, doc="smallest training time; bounds the 1/t weight", low=0, high=0.5)
 
     def needs(self) -> Needs:
-        """A network that reads the time, since ratios depend on it."""
         return Needs(time=True)
 
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> SEDD:
-        """Make the method."""
-        return SEDD(self, space, backbone)
 
-
-class SEDD(Method):
+class SEDD(Method, config=SEDDConfig):
     """Scores s_y of all symbols y at each masked position, in place of the probabilities of x0.
 
     Loss at time t: sigma'(t) * sum over masked l of [sum_y s_y - r log s_x0 + r (log r - 1)].
@@ -70,20 +64,19 @@ class SEDD(Method):
         scaled = logits - log_scale(self.sigma(t), self.space.size)[:, None, None].to(logits.dtype)
         return scaled.scatter(-1, xt[..., None], 0.0)
 
-    def forward(self, x0: Tokens, ramp: Mapping[str, Tensor], rng: Rng) -> Loss:
+    def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
         """Mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged apart."""
-        generator = rng.stream("time", shared=True)
-        t = stratified_times(len(x0), generator, low=self.config.t_low, rank=rng.rank, world=rng.world)
+        t = stratified_times(len(x0), rng, self.config.t_low)
         xt = mask_tokens(x0, self.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
-            loss, recon, valid = self.score_loss(x0, xt, t)
-        total, recon = (value.mean() / self.space.length for value in (loss, recon))
-        return Loss(total, {"loss": total, "recon": recon, "excess": total - recon}, valid, self.refusal())
+            losses = self.score_loss(x0, xt, t)
+        total, recon = (value.mean() / self.space.length for value in losses)
+        return self.as_loss(total, {"recon": recon, "excess": total - recon}, xt == self.space.mask_id)
 
-    def score_loss(self, x0: Tokens, xt: Tokens, t: PerRow) -> tuple[PerRow, PerRow, Bool[Tensor, ""] | None]:
-        """The loss of each row in nats, its part (1 / t) * masked NLL of s / sum s, and `Scores.valid`."""
+    def score_loss(self, x0: Tokens, xt: Tokens, t: PerRow) -> tuple[PerRow, PerRow]:
+        """The loss of each row in nats, and its part (1 / t) * masked NLL of s / sum s."""
         masked = xt == self.space.mask_id
-        total, target, valid = self.scores(self.backbone(xt, t).h, x0, masked)
+        total, target = self.scores(self.backbone(xt, t).h, x0, masked)
         sigma = self.sigma(t)
         scale = log_scale(sigma, self.space.size)[:, None].to(total.dtype)
         entropy = score_entropy(total - scale, target - scale, sigma)
@@ -91,50 +84,39 @@ class SEDD(Method):
         loss = slope * torch.where(masked, entropy, 0.0).sum(-1)
         with torch.no_grad():
             recon = self.schedule.elbo_weight(t).to(total.dtype) * torch.where(masked, total - target, 0.0).sum(-1)
-        return loss, recon, valid
+        return loss, recon
 
     def likelihoods(self) -> tuple[str, ...]:
-        """The bound of its score entropy."""
         return ("nelbo",)
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """nelbo: the loss at t ~ U(0, 1], one draw per row, times stratified over the batch; nats per row.
+        """nelbo: the loss at t ~ U(0, 1], times stratified over the batch; nats per row.
 
         It bounds the NLL of the sampler's chain in the limit of many steps: from all masks at t = 1, symbols y appear
         at rates sigma' s_y. The posterior that the bound compares it with must start from all masks too, so a token is
         masked here with probability t, not (1 - eps) t as in training; both reveal x0 at the rate sigma' r = 1 / t.
-        With the true ratios its mean over the data is their entropy H. Training counts only masked shares m from
-        (1 - eps) t_low to 1 - eps: with G(m) the mean entropy of x0 given x with a share m masked, the integral of
-        the loss over [t_low, 1] is then G(1 - eps) - G((1 - eps) t_low), where G(0) = 0 and G(1) = H.
+        With the true ratios its mean over the data is their entropy.
         """
         if likelihood.kind != "nelbo":
             raise ConfigError(f"likelihood: sedd has nelbo only, the bound of its score entropy, not {likelihood}")
-        t = stratified_times(len(x0), rng.stream("time", shared=True), rank=rng.rank, world=rng.world)
+        t = stratified_times(len(x0), rng)
         xt = mask_tokens(x0, 1 - t, self.space.mask_id, rng.stream("mask"))
         return self.score_loss(x0, xt, t)[0].double()
 
     @torch.no_grad()
     def sample(
-        self,
-        x: Int[Tensor, "n L"],
-        nfe: int,
-        rng: Rng,
-        *,
-        sampler: SamplerConfig = PLAIN,
-        on_step: OnStep | None = None,
-    ) -> Int[Tensor, "n L"]:
-        """The analytic (Tweedie) sampler on the grid t_i = i / T with exactly `nfe` network calls.
+        self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
+    ) -> Tokens:
+        """The analytic (Tweedie) sampler on the grid t_i = i / T; its last step, from t_1 to 0, is the denoiser.
 
-        The last step goes from t_1 = 1 / T to 0 and is the denoiser, with the mask's probability removed. The authors'
-        program takes `steps` analytic steps down to t = 1e-5 and then one denoising call there, at which almost no
-        mask is left: it makes steps + 1 calls, on the grid of `steps` intervals of [1e-5, 1].
+        The authors' program takes `steps` analytic steps from t = 1 to 1e-5 and then one denoising call there, at which
+        almost no mask is left: steps + 1 calls.
         """
         for step in grid(self.schedule, nfe):
             rng.at(step.number)
             log_s = self.log_score(x, torch.full((len(x),), step.time, device=x.device))
-            streams = rng.stream("reveal"), rng.stream("token")
-            x, revealed = tweedie_step(log_s, x, step.alpha_s, step.alpha_t, self.space.mask_id, *streams)
+            x, revealed = tweedie_step(log_s, x, step, self.space.mask_id, rng)
             if on_step is not None:
                 on_step(StepEvent(step.number, step.time, x, revealed, None))
         return x
@@ -145,50 +127,34 @@ def log_scale(sigma: PerRow, size: int) -> PerRow:
     return torch.log(torch.expm1(sigma)) + math.log(size - 1)
 
 
-def score_entropy(
-    log_total: Float[Tensor, "B L"], log_target: Float[Tensor, "B L"], sigma: PerRow
-) -> Float[Tensor, "B L"]:
-    """sum_y s_y - r log s_x0 + r (log r - 1) of a masked position, r = 1 / (e^sigma - 1); y is any symbol but the mask.
+def score_entropy(log_total: Tensor, log_target: Tensor, sigma: PerRow) -> Float[Tensor, "B L"]:
+    """sum_y s_y - r log s_x0 + r (log r - 1) of a masked position from log sum_y s_y and log s_x0, y not the mask.
 
-    Zero if s is r at x0 and zero elsewhere, positive otherwise. Written with c = sum_y s_y / r and x_theta = s / (r c)
-    it is r [-log x_theta(x0) + (c - 1 - log c)], which is how it is computed: the terms of size r log r cancel.
-
-    Args:
-        log_total: log sum_y s_y.
-        log_target: log s_x0.
-        sigma: Noise of each row.
+    Zero if s is r = 1 / (e^sigma - 1) at x0 and zero elsewhere, positive otherwise. Written with c = sum_y s_y / r and
+    x_theta = s / (r c) it is r [-log x_theta(x0) + (c - 1 - log c)]; computed so, the terms of size r log r cancel.
     """
     log_r = -torch.log(torch.expm1(sigma))[:, None].to(log_total.dtype)
     return log_r.exp() * (torch.exp(log_total - log_r) - 1 - (log_target - log_r))
 
 
-def tweedie_step(
-    log_s: Logits,
-    xt: Tokens,
-    alpha_s: float,
-    alpha_t: float,
-    mask_id: int,
-    reveal: torch.Generator,
-    token: torch.Generator,
-) -> tuple[Tokens, Positions]:
-    """Draw x_s from the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y) with d = sigma_t - sigma_s.
+def tweedie_step(log_s: Logits, xt: Tokens, step: GridStep, mask_id: int, rng: Rng) -> tuple[Tokens, Positions]:
+    """x_s from the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y) with d = sigma_t - sigma_s, and what it revealed.
 
     (e^d - 1) r is a = (alpha_s - alpha_t) / (1 - alpha_t), so a masked position is revealed with probability
-    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. alpha_s = 1 reveals all. Also
-    returns which positions were revealed.
+    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. alpha_s = 1 reveals all.
     """
     is_mask = torch.arange(log_s.shape[-1], device=log_s.device) == mask_id
 
     def at(positions: Positions, value: Callable[[Tensor], Tensor]) -> Tensor:
         # Some positions at a time: in float64 all B * L * V numbers would be most of a step's work and memory.
-        parts = log_s[positions].split(READ_AT_ONCE)
+        parts = log_s[positions].split(AT_ONCE)
         return torch.cat([value(part.double().masked_fill(is_mask, NEG_INF)) for part in parts])
 
-    u = torch.rand(xt.shape, generator=reveal, device=xt.device, dtype=torch.float64)
-    revealed = xt == mask_id
-    if alpha_s < 1:
-        r = alpha_t / (1 - alpha_t)
-        a = float(reveal_probability(alpha_s, alpha_t))
+    u = torch.rand(xt.shape, generator=rng.stream("reveal"), device=xt.device, dtype=torch.float64)
+    token, revealed = rng.stream("token"), xt == mask_id
+    if step.alpha_s < 1:
+        r = step.alpha_t / (1 - step.alpha_t)
+        a = float(reveal_probability(step.alpha_s, step.alpha_t))
         chance = a / r * at(revealed, lambda part: part.logsumexp(-1)).exp()
         revealed = revealed.masked_scatter(revealed, u[revealed] < chance)
     return xt.masked_scatter(revealed, at(revealed, lambda part: draw_categorical(part, token))), revealed

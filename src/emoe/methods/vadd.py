@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,18 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
-from emoe.config import ConfigError, option
-from emoe.diffusion.categorical import gaussian_kl
+from emoe.config import option
+from emoe.diffusion.categorical import each_component
 from emoe.diffusion.masking import subs
-from emoe.diffusion.quadrature import NODES, gaussian_grid, gaussian_points
 from emoe.methods.base import BUDGET
-from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep, RowLoss
+from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng, derive_seed
-from emoe.routing.compare import SMALLEST_BETA
-from emoe.routing.latent import CHUNK, too_large
-from emoe.types import Mixture, Needs, Noised, Tokens, TokenSpace
+from emoe.types import Mixture, Needs, Noised, PerRow, Ramps, Tokens, TokenSpace
 
+NODES = {1: 2_000, 2: 60}  # points of the trapezoid rule in each dimension of a latent of that size
 SAMPLES = 4_096  # latents drawn for the fully masked row where Z is too large for quadrature
 
 
@@ -46,16 +43,10 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
         return Needs(cond=self.latent, encoder=2 * self.latent)
 
     def variant(self) -> tuple[str, str]:
-        """VADD+ trains the importance-weighted bound of several draws."""
         return ("-plus", "+") if self.draws > 1 else ("", "")
 
     def tiny(self) -> VADDConfig:
-        """One dimension."""
         return replace(self, latent=1)
-
-    def build(self, space: TokenSpace, backbone: BackboneConfig) -> VADD:
-        """Make the method."""
-        return VADD(self, space, backbone)
 
 
 @dataclass(frozen=True)
@@ -72,15 +63,15 @@ class GaussianLatent:
         return self.mean + self.log_std.exp() * self.noise
 
     def kl(self) -> Float[Tensor, " N"]:
-        """KL(N(mean, std^2) || N(0, I))."""
-        return gaussian_kl(self.mean, self.log_std)
+        """KL(N(mean, std^2) || N(0, I)) = 1/2 sum (mean^2 + std^2 - 1 - 2 log std)."""
+        return 0.5 * (self.mean.square() + (2 * self.log_std).exp() - 1 - 2 * self.log_std).sum(-1)
 
     def log_ratio(self) -> Float[Tensor, " N"]:
         """log N(z; 0, I) - log N(z; mean, std^2)."""
         return (0.5 * (self.noise.square() - self.z.square()) + self.log_std).sum(-1)
 
 
-class VADD(MaskedDiffusion):
+class VADD(MaskedDiffusion, config=VADDConfig):
     """p(x_s | x_t) = integral of p(x_s | x_t, z) N(z; 0, I) dz; a fresh z at every step (Eq. 4)."""
 
     label, colour, has_latent = "VADD", "#f28e2b", True
@@ -90,16 +81,20 @@ class VADD(MaskedDiffusion):
         self.encoder = backbone.build_encoder(space, config.needs())
         self.draws_components = config.latent not in NODES
 
-    def kl_weight(self, noised: Noised, ramp: Mapping[str, Tensor]) -> Tensor:
+    def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
         """lambda, or lambda * (-alpha' / (1 - alpha)) with `elbo_weighted`."""
         return ramp["kl_weight"] * noised.weight if self.config.elbo_weighted else ramp["kl_weight"]
 
-    def infer(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
-        """z from the encoder's Gaussian, which sees x0, t and the mask pattern of xt."""
-        mean, log_std = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id).chunk(2, dim=-1)
-        return self._under(noised, mean, log_std, rng)
+    def infer(self, noised: Noised, ramp: Ramps, rng: Rng, draws: int = 1) -> Inferred:
+        """z from the encoder's Gaussian, which sees x0, t and the mask pattern of xt; `draws` of them for each row."""
+        parameters = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id)
+        if draws > 1:
+            parameters, noised = parameters.repeat_interleave(draws, dim=0), noised.repeated(draws)
+        mean, log_std = parameters.chunk(2, dim=-1)
+        latent = GaussianLatent(mean, log_std, self._noise(mean, rng))
+        return Inferred(self.predict(noised, noised.xt, noised.t, cond=latent.z)[0], latent)
 
-    def infer_training(self, noised: Noised, ramp: Mapping[str, Tensor], rng: Rng) -> Inferred:
+    def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
         """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
 
         beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda
@@ -107,26 +102,19 @@ class VADD(MaskedDiffusion):
         """
         draws = self.config.draws
         if draws == 1:
-            return self.infer(noised, ramp, rng)
-        parameters = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id).chunk(2, dim=-1)
-        mean, log_std = (value.repeat_interleave(draws, dim=0) for value in parameters)
-        out = self._under(noised.repeated(draws), mean, log_std, rng)
+            return super().objective(noised, ramp, rng)
+        out = self.infer(noised, ramp, rng, draws)
+        log_ratio, kl = (value.view(-1, draws) for value in (out.latent.log_ratio(), out.latent.kl()))
         recon = noised.weight[:, None] * -out.log_token.sum(-1).view(-1, draws)
-        beta = self.kl_weight(noised, ramp).clamp(min=SMALLEST_BETA)
-        value = out.latent.log_ratio().view(-1, draws) - recon / (beta[:, None] if beta.ndim else beta)
+        beta = self.kl_weight(noised, ramp).clamp(min=0.01)
+        value = log_ratio - recon / (beta[:, None] if beta.ndim else beta)
         loss = -beta * (value.logsumexp(1) - math.log(draws))
-        rows = RowLoss(loss, recon.mean(1), out.latent.kl().view(-1, draws).mean(1))
-        return Inferred(out.log_token, out.latent, rows=rows, valid=out.valid)
-
-    def _under(self, noised: Noised, mean: Float[Tensor, "N Z"], log_std: Float[Tensor, "N Z"], rng: Rng) -> Inferred:
-        latent = GaussianLatent(mean, log_std, self._noise(mean, rng))
-        log_token, _, valid = self.predict(noised, noised.xt, noised.t, cond=latent.z)
-        return Inferred(log_token, latent, valid=valid)
+        return loss, recon.mean(1), kl.mean(1), out
 
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
         """z ~ N(0, I)."""
-        like = torch.empty(len(step.x), self.config.latent, device=step.x.device, dtype=next(self.parameters()).dtype)
-        return {"cond": torch.zeros_like(like) if step.greedy else self._noise(like, rng)}
+        like = torch.zeros(len(step.x), self.config.latent, device=step.x.device, dtype=next(self.parameters()).dtype)
+        return {"cond": like if step.greedy else self._noise(like, rng)}
 
     @torch.no_grad()
     def components(
@@ -139,14 +127,9 @@ class VADD(MaskedDiffusion):
         else:
             z = gaussian_points(samples or max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
             log_weight = z.new_full((len(z),), -math.log(len(z)))
-        if len(z) * rows > budget:
-            raise ConfigError([too_large(f"VADD has {len(z)} values of its latent", rows, budget)])
-        z = z.to(next(self.parameters()))
-        pairs = torch.cartesian_prod(torch.arange(rows, device=xt.device), torch.arange(len(z), device=xt.device))
-        parts = []
-        for part in pairs.split(CHUNK.get(xt.device.type, 256)):
-            x = xt[part[:, 0]]
-            out = self.backbone(x, torch.full((len(x),), t, device=x.device), cond=z[part[:, 1]])
+        z, parts = z.to(next(self.parameters())), []
+        for x, number in each_component(xt, len(z), budget=budget, what=f"VADD has {len(z)} values of its latent"):
+            out = self.backbone(x, torch.full((len(x),), t, device=x.device), cond=z[number])
             parts.append(subs(self.backbone.read(out.h).double(), x, self.space.mask_id))
         log_token = torch.cat(parts).unflatten(0, (rows, len(z)))
         return Mixture(log_weight.to(xt.device).expand(rows, -1), log_token)
@@ -154,3 +137,17 @@ class VADD(MaskedDiffusion):
     @staticmethod
     def _noise(like: Float[Tensor, "B Z"], rng: Rng) -> Float[Tensor, "B Z"]:
         return torch.randn(like.shape, generator=rng.stream("latent"), device=like.device, dtype=like.dtype)
+
+
+def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Tensor, " R"]]:
+    """Points and log-weights of the trapezoid rule on [-9, 9]^Z for a mean over N(0, I), `nodes` in each dimension."""
+    x = torch.linspace(-9, 9, nodes, dtype=torch.float64)
+    log_weight = torch.log_softmax(-x.square() / 2, 0)
+    points = torch.cartesian_prod(*[x] * size).view(-1, size)
+    return points, torch.cartesian_prod(*[log_weight] * size).view(-1, size).sum(-1)
+
+
+def gaussian_points(count: int, size: int, seed: int) -> Float[Tensor, "R Z"]:
+    """`count` scrambled Sobol points mapped to N(0, I): each is a fair draw, together they are spread evenly."""
+    uniform = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(count, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))

@@ -1,8 +1,9 @@
 """Learning the posterior by comparing several draws of the latent, instead of through relaxed gates.
 
-Three estimators (reweighted wake-sleep, VIMCO, leave-one-out), positions that choose routes in turn, and a last block
-that is summed out. Shapes: B rows, K draws of each (N = B * K rows, the draws of a row one after the other), G groups
-of positions that are compared separately (1: the row as a whole). For draw k
+Three estimators (reweighted wake-sleep, VIMCO, leave-one-out) whose gradients need no relaxation of the draws and whose
+values mean nothing, positions that choose routes in turn, and a last block that is summed out. Shapes: B rows, K draws
+of each (N = B * K rows, the draws of a row one after the other), G groups of positions that are compared separately (1:
+the row as a whole). For draw k
 
     f_k = w(t) log p(x0 | xt, z_k),  r_k = log p(z_k | xt),  s_k = log q(z_k | x0),
 
@@ -14,18 +15,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from emoe.config import Config, ConfigError, option
 from emoe.diffusion.masking import log_chosen, subs
 from emoe.rng import Rng
-from emoe.routing.latent import RouteLatent, routing_entropy
-from emoe.routing.routes import both_halves, draw, each_expert, recorded
-from emoe.types import Gate, Noised, PerRow, Route, RouterLogits
+from emoe.routing.latent import RouteLatent
+from emoe.routing.routes import draw, each_expert, paired, takes_turn
+from emoe.types import Noised, PerRow
 
 Draws = Float[Tensor, "B K G"]
 Beta = Float[Tensor, "..."] | float
@@ -47,17 +48,6 @@ class CompareConfig(Config):
     )
 
 
-@dataclass(frozen=True)
-class ComparedLatent(RouteLatent):
-    """Routes of the drawn blocks, with the prior logits of a last block that is summed out."""
-
-    own: tuple[Bool[Tensor, " _P"], ...] = ()  # positions with a posterior of their own; elsewhere q is p
-    last: Float[Tensor, "N P E"] | None = None
-
-
-# --- Estimators: their gradients need no relaxation of the draws; their values mean nothing -------------------------
-
-
 def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
     """w_k proportional to exp(f_k / beta) p(z_k) / q(z_k), which sum to one over the draws; no gradient."""
     return torch.softmax((f / torch.as_tensor(beta).clamp(min=SMALLEST_BETA) + r - s).detach(), dim=1)
@@ -66,8 +56,8 @@ def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
 def wake_sleep(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
     """Reweighted wake-sleep (Bornschein & Bengio 2015): -sum_k w_k (f_k + beta r_k + s_k), summed over groups.
 
-    Network and prior follow the gradient of beta log sum_z p(z) exp(f / beta) (the log-likelihood itself for
-    beta = 1 and t = 1), the posterior that of KL(p(z | x0, xt) || q); both are consistent as K grows.
+    As K grows, network and prior follow the gradient of beta log sum_z p(z) exp(f / beta) (the log-likelihood itself
+    for beta = 1 and t = 1), the posterior that of KL(p(z | x0, xt) || q).
     """
     return -(wake_sleep_weights(f, r, s, beta) * (f + beta * r + s)).sum((1, 2))
 
@@ -98,30 +88,11 @@ def leave_one_out(f: Draws, r: Draws, s: Draws, beta: Beta) -> PerRow:
 ESTIMATORS = {"wake-sleep": wake_sleep, "vimco": vimco, "leave-one-out": leave_one_out}
 
 
-def effective_draws(weights: Draws) -> Float[Tensor, ""]:
-    """Mean effective sample size 1 / sum_k w_k^2 of normalised weights, between 1 and K."""
-    return (1 / weights.square().sum(1)).mean()
-
-
-# --- Training and inference ----------------------------------------------------------------------------------------
-
-
-class Comparison(NamedTuple):
-    """A training loss over K draws, row by row, and what it was computed from."""
-
-    log_token: Float[Tensor, "N L"]
-    latent: ComparedLatent
-    loss: PerRow  # recon + beta * KL, with the gradient of the estimator
-    recon: PerRow
-    kl: PerRow
-    effective_draws: Float[Tensor, ""]
-    valid: Bool[Tensor, ""] | None
-
-
-def compare_draws(method: Any, noised: Noised, beta: Tensor, rng: Rng) -> Comparison:
-    """The loss over K draws of z from the posterior."""
+def compare_draws(
+    method: Any, noised: Noised, log_token: Float[Tensor, "N L"], latent: RouteLatent, beta: Tensor
+) -> tuple[PerRow, PerRow, PerRow, Float[Tensor, ""]]:
+    """recon + beta * KL of each row with the estimator's gradient; recon; KL; the effective draws 1 / sum_k w_k^2."""
     config: CompareConfig = method.config.compare
-    log_token, latent, valid = both_passes(method, noised, rng, draws=config.draws)
     rows = len(noised.x0)
     f = noised.weight[:, None, None] * log_token.unflatten(0, (rows, config.draws))
     recon, kl = -f.sum(-1).mean(1), latent.kl().view(rows, -1).mean(1)
@@ -132,122 +103,63 @@ def compare_draws(method: Any, noised: Noised, beta: Tensor, rng: Rng) -> Compar
     weight = beta[:, None, None] if beta.ndim else beta
     surrogate = ESTIMATORS[config.estimator](f, r, s, weight)
     loss = (recon + beta * kl).detach() + (surrogate - surrogate.detach())
-    effective = effective_draws(wake_sleep_weights(f, r, s, weight))
-    return Comparison(log_token, latent, loss, recon, kl, effective, valid)
+    return loss, recon, kl, (1 / wake_sleep_weights(f, r, s, weight).square().sum(1)).mean()
 
 
-def both_passes(
-    method: Any, noised: Noised, rng: Rng, *, draws: int
-) -> tuple[Float[Tensor, "N L"], ComparedLatent, Tensor | None]:
+def both_passes(method: Any, noised: Noised, rng: Rng, *, draws: int) -> tuple[Float[Tensor, "N L"], RouteLatent]:
     """One call on [x0; xt] with K draws per row: log p(x0^l | xt, z) at scored positions and the latent.
 
     With `sum_last` nothing is drawn in the last block, and its router is the prior only:
     log p(x^l | xt, z_<D) = log sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e).
     """
-    config, backbone = method.config.compare, method.backbone
-    blocks = backbone.routed_blocks - config.sum_last
-    turns = max(1, backbone.routed_blocks - 1) if config.in_turn else 0
-    gates: list[Gate] = []
-    posterior = recorded(draw(rng.stream("route"), 1.0, top_k=0, draws=draws), gates)
-    route = paired_in_turn(posterior, blocks, turns)
-    rows, times = torch.cat([noised.x0, noised.xt]), torch.cat([noised.t, noised.t])
-    last = valid = None
+    config, backbone, mask_id = method.config.compare, method.backbone, method.space.mask_id
+    turns, blocks = turns_of(method), backbone.routed_blocks - config.sum_last
+    route = paired(draw(rng.stream("route"), 1.0, top_k=0, draws=draws), blocks, turns)
+    rows, times, last = torch.cat([noised.x0, noised.xt]), torch.cat([noised.t, noised.t]), None
     if config.sum_last:
         out = backbone(rows, times, route=each_expert(route, blocks))
-        route_logits, last = out.route_logits[:-1], out.route_logits[-1]
-        many = noised.repeated(draws) if draws > 1 else noised
-        logits = _mixture(backbone.read(out.h).unflatten(0, (len(last), -1)), last, method.space.mask_id)
-        log_token = log_chosen(subs(logits, many.xt, method.space.mask_id), many.x0)
-        log_token = torch.where(many.scored, log_token, 0.0)
+        last, many = out.route_logits[-1], noised.repeated(draws)
+        logits = _mixture(backbone.read(out.h).unflatten(0, (len(last), -1)), last, mask_id)
+        log_token = torch.where(many.scored, log_chosen(subs(logits, many.xt, mask_id), many.x0), 0.0)
     else:
-        log_token, route_logits, valid = method.predict(noised, rows, times, route=route)
-    post, prior, own = [], [], []
-    for d, block in enumerate(route_logits):
-        clean, noisy = block.chunk(2)
-        own.append(takes_turn(d, turns, clean.shape[1], clean.device))
-        clean = torch.where(own[-1][:, None], clean, noisy) if turns else clean
-        repeat = draws if d == 0 else 1  # the first router reads each row once
-        post.append(clean.repeat_interleave(repeat, dim=0) if repeat > 1 else clean)
-        prior.append(noisy.repeat_interleave(repeat, dim=0) if repeat > 1 else noisy)
-    routes = tuple(gate.expert[..., 0] for gate in gates)
-    return log_token, ComparedLatent(tuple(post), tuple(prior), routes, tuple(own), last), valid
+        log_token, out = method.predict(noised, rows, times, route=route)
+    post, prior = list[Tensor](), list[Tensor]()
+    for d, logits in enumerate(out.route_logits[:blocks]):
+        clean, noisy = logits.chunk(2)
+        clean = torch.where(takes_turn(d, turns, clean)[:, None], clean, noisy) if turns else clean
+        if d == 0 and draws > 1:  # the first router reads each row once
+            clean, noisy = (side.repeat_interleave(draws, dim=0) for side in (clean, noisy))
+        post.append(clean)
+        prior.append(noisy)
+    routes = tuple(gate.expert[-len(log_token) :, :, 0] for gate in out.gates[:blocks])
+    return log_token, RouteLatent(tuple(post), tuple(prior), routes, last)
 
 
-def takes_turn(block: int, turns: int, positions: int, device: torch.device) -> Bool[Tensor, " P"]:
-    """Positions that choose their route in a block: position l in block l mod `turns`; 0 turns: all, in every block.
-
-    Routes of one block are independent given the earlier blocks, and the prior of a block reads those. So positions of
-    different blocks are coded one after the other, and what an earlier one has said costs a later one nothing.
-    """
-    if not turns:
-        return torch.ones(positions, dtype=torch.bool, device=device)
-    return torch.arange(positions, device=device) % turns == block
+def turns_of(method: Any) -> int:
+    """Blocks in which positions choose routes in turn (docs/decisions/0017-positions-code-in-turn.md), or 0."""
+    return max(1, method.backbone.routed_blocks - 1) if method.config.compare.in_turn else 0
 
 
-def paired_in_turn(inner: Route, blocks: int, turns: int) -> Route:
-    """`routes.paired`, where positions whose turn it is not draw by the router of the noisy half."""
-
-    def policy(block: int, logits: RouterLogits) -> Gate:
-        half = len(logits) // 2
-        chosen = logits[:half]
-        if turns:
-            own = takes_turn(block, turns, logits.shape[1], logits.device)
-            chosen = torch.where(own[:, None], chosen, logits[half:])
-        return both_halves(inner(block, chosen), half, last=block == blocks - 1)
-
-    return policy
-
-
-def _log_routes(method: Any, latent: ComparedLatent) -> tuple[Float[Tensor, "N G"], Float[Tensor, "N G"]]:
+def _log_routes(method: Any, latent: RouteLatent) -> tuple[Float[Tensor, "N G"], Float[Tensor, "N G"]]:
     """log p and log q of the drawn routes at each position of the coarsest block, summed over blocks.
 
     Where a position does not take its turn, q is p. Wake-sleep has a term for each of them, of which that of p
     suffices; score functions need the gradient of what was drawn from, whichever it is.
     """
-    sleeping = method.config.compare.estimator == "wake-sleep"
-    pairs = []
-    for r, s, own in zip(latent.log_probs(latent.prior), latent.log_probs(latent.post), latent.own, strict=True):
-        learned = own.to(s.dtype)
-        pairs.append((r, learned * s + (1 - learned) * (s.detach() if sleeping else s)))
-    groups = min(r.shape[-1] for r, _ in pairs)
-    log_p, log_q = (
-        torch.stack([method.backbone.grouped(side, groups) for side in sides]).sum(0)
-        for sides in zip(*pairs, strict=True)
-    )
-    return log_p, log_q
-
-
-# --- A last block that is summed out --------------------------------------------------------------------------------
+    log_p, log_q = latent.log_probs(latent.prior), latent.log_probs(latent.post)
+    if (turns := turns_of(method)) and method.config.compare.estimator == "wake-sleep":
+        log_q = [torch.where(takes_turn(d, turns, s), s, s.detach()) for d, s in enumerate(log_q)]
+    groups = min(block.shape[-1] for block in log_p)
+    r, s = (torch.stack([method.backbone.grouped(block, groups) for block in side]).sum(0) for side in (log_p, log_q))
+    return r, s
 
 
 def check_sum_last(backbone: Any, kind: str) -> None:
-    """Whether the last block of a backbone can be summed out.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raise a `ConfigError` if the last block of a backbone cannot be summed out."""
     if backbone.routed_blocks < 2:
         raise ConfigError("compare.sum_last: a network of one routed block has nothing left to draw; use false")
     if not backbone.local_last_block:
         raise ConfigError(f"compare.sum_last: routes in the last block of a {kind} move other positions; use false")
-
-
-def log_of_last(latent: RouteLatent) -> dict[str, Tensor]:
-    """Entropy and mean probabilities of the router of a block that is summed out."""
-    last = getattr(latent, "last", None)
-    if last is None:
-        return {}
-    number, prior = len(latent.post) + 1, last.detach()
-    return {
-        f"prior_entropy/block{number}": routing_entropy(prior),
-        f"usage/block{number}": torch.softmax(prior, -1).mean((0, 1)),
-    }
-
-
-def with_last(chance: Float[Tensor, "_D E"], latent: RouteLatent) -> Float[Tensor, "_D E"]:
-    """Mean router probabilities, with those of a block that is summed out."""
-    last = getattr(latent, "last", None)
-    return chance if last is None else torch.cat([chance, torch.softmax(last, -1).mean((0, 1))[None]])
 
 
 def _mixture(each: Float[Tensor, "N E L V"], router: Float[Tensor, "N L E"], mask_id: int) -> Float[Tensor, "N L V"]:

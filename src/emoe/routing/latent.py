@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,14 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from emoe.config import ConfigError
-from emoe.diffusion.categorical import categorical_kl
-from emoe.diffusion.masking import NEG_INF
+from emoe.diffusion.categorical import categorical_kl, each_component
+from emoe.diffusion.masking import NEG_INF, subs
 from emoe.kernels import compiled
-from emoe.types import Gate, Mixture, Route, RouterLogits, Tokens
-
-COLLAPSED_USAGE, COLLAPSED_KL = 0.1, 1e-4  # nats: entropy of usage, and route KL per position, below which it is dead
-CHUNK = {"cpu": 256, "cuda": 16_384}  # rows per network call when routes are enumerated
+from emoe.routing.routes import each_expert
+from emoe.types import Gate, Mixture, Tokens
 
 
 class RouteStats(NamedTuple):
@@ -44,6 +41,7 @@ class RouteLatent:
     post: tuple[Float[Tensor, "N _P E"], ...]
     prior: tuple[Float[Tensor, "N _P E"], ...]
     routes: tuple[Int[Tensor, "N _P"], ...]  # the drawn experts
+    last: Float[Tensor, "N P E"] | None = None  # router logits of a last block that is summed out instead of drawn
 
     @cached_property
     def stats(self) -> RouteStats:
@@ -62,10 +60,20 @@ class RouteLatent:
         return [torch.log_softmax(one, -1).gather(-1, route[..., None]).squeeze(-1) for one, route in pairs]
 
     def log_ratio(self) -> Float[Tensor, " N"]:
-        """log p(z | xt) - log q(z | x0, xt) of the drawn routes, in float64."""
         pairs = zip(self.log_probs(self.prior), self.log_probs(self.post), strict=True)
-        parts = [(p.double() - q.double()).sum(-1) for p, q in pairs]
-        return torch.stack(parts).sum(0)
+        return torch.stack([(p.double() - q.double()).sum(-1) for p, q in pairs]).sum(0)
+
+    def imbalance(self, floor: float | None) -> Float[Tensor, ""]:
+        """Switch's loss E sum_e f_e P_e, f the share of positions sent to e and P its mean probability: from 1 to E.
+
+        With a `floor` instead max(0, floor - H(P)) in nats, in a last block that is summed out too. Means over blocks.
+        """
+        chance = self.stats.chance
+        if floor is None:
+            return (chance.shape[-1] * (self.stats.used * chance).sum(-1)).mean()
+        if self.last is not None:
+            chance = torch.cat([chance, torch.softmax(self.last, -1).mean((0, 1))[None]])
+        return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1)).mean()
 
     def log(self, *, by_position: bool) -> dict[str, Tensor]:
         """Per block: route KL (mean over positions, and at each), entropy of both routers, expert usage."""
@@ -78,6 +86,10 @@ class RouteLatent:
             log[f"post_entropy/block{d + 1}"] = stats.post_entropy[d]
             log[f"prior_entropy/block{d + 1}"] = stats.prior_entropy[d]
             log[f"usage/block{d + 1}"] = stats.used[d]
+        if self.last is not None:
+            number, log_rho = len(self.post) + 1, torch.log_softmax(self.last.detach(), -1)
+            log[f"prior_entropy/block{number}"] = -(log_rho.exp() * log_rho).sum(-1).mean()
+            log[f"usage/block{number}"] = torch.softmax(self.last.detach(), -1).mean((0, 1))
         return log
 
 
@@ -107,25 +119,6 @@ def _stats(
     return kl_at, by_block(kl_at), mean(log_q.exp()), mean(one_hot), *entropies
 
 
-def load_balance(chance: Float[Tensor, "*D E"], used: Float[Tensor, "*D E"]) -> Float[Tensor, "*D"]:
-    """Switch loss E * sum_e f_e * P_e of a block: f = share of positions sent to e, P = mean router probability.
-
-    1 when experts are used evenly, E when one takes all.
-    """
-    return chance.shape[-1] * (used * chance).sum(-1)
-
-
-def usage_shortfall(chance: Float[Tensor, "*D E"], floor: float) -> Float[Tensor, "*D"]:
-    """max(0, floor - H(mean router distribution)) of a block, in nats: 0 as long as enough experts are in use."""
-    return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1))
-
-
-def routing_entropy(logits: RouterLogits) -> Float[Tensor, ""]:
-    """Mean entropy of the router's distribution over positions, in nats (0: certain, log E: indifferent)."""
-    log_rho = torch.log_softmax(logits, -1)
-    return -(log_rho.exp() * log_rho).sum(-1).mean()
-
-
 def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
     """A description of posterior collapse from one log record, with remedies; None if routes are in use.
 
@@ -139,9 +132,9 @@ def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
     entropy = [-sum(share * math.log(share) for share in row if share > 0) for row in shares]
     kl = [float(record[f"route_kl/block{block}"]) for block in blocks]
     where = f"in each of the blocks {', '.join(blocks)}" if len(blocks) > 1 else f"in block {blocks[0]}"
-    if all(nats < COLLAPSED_USAGE for nats in entropy):
+    if all(nats < 0.1 for nats in entropy):
         fault = f"one expert does nearly all the work {where} (entropy of usage at most {max(entropy):.2g} nats)"
-    elif all(nats < COLLAPSED_KL for nats in kl):
+    elif all(nats < 1e-4 for nats in kl):
         fault = f"routes carry no information about the clean row {where} (KL at most {max(kl):.2g} nats per position)"
     else:
         return None
@@ -149,58 +142,31 @@ def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
 
 
 @torch.no_grad()
-def enumerate_routes(
-    network: Callable[[Int[Tensor, "N L"], Route], tuple[Float[Tensor, "N E L V"], tuple[Tensor, ...]]],
-    xt: Tokens,
-    *,
-    experts: int,
-    blocks: int,
-    route_tau: float,
-    budget: int,
-) -> Mixture:
-    """The law of one step as a mixture over all routes of all blocks but the last, R = E^(L (D - 1)).
+def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
+    """The law of one step of E-MoE as a mixture over all routes of all blocks but the last, R = E^(L (D - 1)).
 
     Given these, the routes of the last block are independent over positions and are summed out,
-    p_r(x^l) = sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e).
-
-    Args:
-        network: Rows and a policy for all blocks but the last -> token probabilities under each expert of the last
-            block, and the router logits of all blocks.
-        xt: Noisy rows.
-        experts: E.
-        blocks: D - 1.
-        route_tau: Sharpening of the prior, as in the sampler.
-        budget: Largest R * B that is not refused.
+    p_r(x^l) = sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e). The prior is sharpened as in the sampler.
     """
-    rows, length = xt.shape
+    (rows, length), backbone, experts = xt.shape, method.backbone, method.config.experts
+    blocks = backbone.routed_blocks - 1
     count = experts ** (length * blocks)
-    if count * rows > budget:
-        reason = f"{experts}^({length} * {blocks}) routes in all blocks but the last"
-        raise ConfigError([too_large(reason, rows, budget)])
     digits = experts ** torch.arange(length * blocks, device=xt.device)
-    routes = (torch.arange(count, device=xt.device)[:, None] // digits % experts).view(count, blocks, length)
+    what = f"{experts}^({length} * {blocks}) routes in all blocks but the last"
     weights, tokens = [], []
-    pairs = torch.cartesian_prod(torch.arange(rows, device=xt.device), torch.arange(count, device=xt.device))
-    for part in pairs.split(CHUNK.get(xt.device.type, 256)):
-        x, z = xt[part[:, 0]], routes[part[:, 1], ..., None]
+    for x, number in each_component(xt, count, budget=budget, what=what):
+        z = (number[:, None] // digits % experts).view(len(x), blocks, length, 1)
 
         def forced(block: int, logits: Tensor, z: Tensor = z) -> Gate:
             return Gate(z[:, block], torch.ones_like(z[:, block], dtype=logits.dtype))
 
-        token, route_logits = network(x, forced)
-        *log_rho, last = (_sharpen(one.double(), route_tau) for one in route_logits)
+        out = backbone(x, torch.full((len(x),), t, device=x.device), route=each_expert(forced, blocks))
+        each = torch.softmax(backbone.read(out.h).unflatten(0, (len(x), experts)).double(), -1)
+        *log_rho, last = (_sharpen(one.double(), method.config.route_tau) for one in out.route_logits)
         chosen = [rho.gather(-1, z[:, d]).sum((1, 2)) for d, rho in enumerate(log_rho)]
-        weights.append(sum(chosen, token.new_zeros(len(x))))
-        tokens.append(torch.einsum("nle,nelv->nlv", last.exp(), token).log())
+        weights.append(sum(chosen, each.new_zeros(len(x))))
+        tokens.append(subs(torch.einsum("nle,nelv->nlv", last.exp(), each).log(), x, method.space.mask_id))
     return Mixture(*(torch.cat(values).unflatten(0, (rows, count)) for values in (weights, tokens)))
-
-
-def too_large(what: str, rows: int, budget: int) -> str:
-    """The message for a mixture with too many components."""
-    return (
-        f"budget: {what}, times {rows} rows; that is more than {budget}, and too many to enumerate; ask for bound@T or "
-        "iw@T,K, which need no enumeration"
-    )
 
 
 def _sharpen(logits: Float[Tensor, "B L E"], route_tau: float) -> Float[Tensor, "B L E"]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.diffusion.categorical import gumbel, gumbel_from_uniform
@@ -64,16 +64,6 @@ def largest(scores: Float[Tensor, "*N E"], count: int) -> Int[Tensor, "*N k"]:
     return torch.cat([first, scores.masked_fill(is_first, float("-inf")).argmax(-1, keepdim=True)], -1)
 
 
-def recorded(inner: Route, gates: list[Gate]) -> Route:
-    """`inner`, whose gates are appended to a list."""
-
-    def policy(block: int, logits: RouterLogits) -> Gate:
-        gates.append(inner(block, logits))
-        return gates[-1]
-
-    return policy
-
-
 def replay(gates: Sequence[Gate]) -> Route:
     """The gates of an earlier pass (the noisy pass of Algo. 1 runs the posterior's z)."""
 
@@ -83,25 +73,29 @@ def replay(gates: Sequence[Gate]) -> Route:
     return policy
 
 
-def paired(inner: Route, blocks: int) -> Route:
+def paired(inner: Route, blocks: int, turns: int = 0) -> Route:
     """Both passes of Algo. 1 in one call on [x0; xt]: the clean half draws by `inner`, both halves run its gate.
 
     In the last of the `blocks` only the noisy half continues (`Gate.keep_from`), because nothing reads the clean half
-    after its last router.
+    after its last router. With `turns`, positions whose turn it is not (`takes_turn`) draw by the noisy half's router.
     """
 
     def policy(block: int, logits: RouterLogits) -> Gate:
         half = len(logits) // 2
-        return both_halves(inner(block, logits[:half]), half, last=block == blocks - 1)
+        chosen = logits[:half]
+        if turns:
+            chosen = torch.where(takes_turn(block, turns, logits)[:, None], chosen, logits[half:])
+        gate = inner(block, chosen)
+        if block == blocks - 1:
+            return replace(gate, keep_from=half)
+        return replace(gate, expert=torch.cat([gate.expert] * 2), weight=torch.cat([gate.weight] * 2))
 
     return policy
 
 
-def both_halves(gate: Gate, half: int, *, last: bool) -> Gate:
-    """A gate of the clean half for [x0; xt]: for both halves, or in the last block for the noisy half alone."""
-    if last:
-        return replace(gate, keep_from=half)
-    return replace(gate, expert=torch.cat([gate.expert] * 2), weight=torch.cat([gate.weight] * 2))
+def takes_turn(block: int, turns: int, values: Float[Tensor, "N P *_"]) -> Bool[Tensor, " P"]:
+    """Which of the P positions choose a route of their own in a block: position l in block l mod `turns`."""
+    return torch.arange(values.shape[1], device=values.device) % turns == block
 
 
 def each_expert(inner: Route, last: int) -> Route:
