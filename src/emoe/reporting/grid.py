@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emoe.reporting.cells import Line, Number, Stack, data_name, data_of, measure, over
-from emoe.reporting.paper import comparable, paper_methods
-from emoe.reporting.recipes import main_recipe
+from emoe.reporting.cells import Line, Number, data_name, data_of, measure, over
+from emoe.reporting.recipes import comparable, main_recipe, paper_methods
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
 from emoe.reporting.table import Table, build, comma, repeat, span, steps_of
 
@@ -14,12 +13,13 @@ from emoe.reporting.table import Table, build, comma, repeat, span, steps_of
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
     """Means over seeds of a metric by method and NFE, a table for each data set."""
     part, tables = results.only(task=task, metric=metric), []
-    cell = Stack([Number(metric)], f"{{:.{measure(metric).digits}f}}")
+    label, digits, better = measure(metric)
+    cell = Number(metric, paper=f"{{:.{digits}f}}")
     for data in data_of(part):
         own = part.only(data=data)
         lines, steps = metric_lines(own), steps_of([Line((), own.models.rows)])
         corner = [data_name(data), "Convention"][: len(lines[0].labels)]
-        tables += build(corner, lines, over("nfe", "NFE {}", steps, cell), better=measure(metric).better)
+        tables += build(corner, lines, over("nfe", "NFE {}", steps, cell), title=label, better=better)
     return tables
 
 
@@ -57,17 +57,6 @@ def main_rows(results: Results, **filters: object) -> list[Row]:
     rows = results.select(**filters)
     groups = sorted({(row.method, row.data) for row in rows})
     return [row for method, data in groups for row in main_recipe(select(rows, method=method, data=data))]
-
-
-def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
-    """A sentence below tables of a metric: the marks in cells, seeds and samples."""
-    cells = [cell for table in tables for row in table.rows for cell in row[1:]]
-    words = ["mean ± standard error over seeds"] * any("±" in cell for cell in cells)
-    words += seeds_and_samples(rows)
-    words += ["*(italics)*: the paper"] * any("*(" in cell for cell in cells)
-    words += ["**bold**: best model of a column"] * any(cell.startswith("**") for cell in cells)
-    words += ["—: not measured"] * any(cell.startswith("—") for cell in cells)
-    return f"{measure(metric).label}: {'; '.join(words)}."
 
 
 def seeds_and_samples(rows: Sequence[Row]) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from string import Template
 
@@ -21,12 +19,6 @@ from emoe.reporting.render import html_table, inline
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table, comma, printed, span
 
-TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {
-    "mnist": (images.bpd_tables, images.nfe_tables),
-    "digits": (images.bpd_tables, images.nfe_tables),
-    "text": (text.all_tables,),
-    "ties": (ties.scaling_tables, ties.health_tables),
-}
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
 TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (nats per token)"}
 
@@ -35,7 +27,6 @@ def write_page(
     path: Path, title: str, results: Results, *, pictures: Mapping[Path, str] | None = None, runs: Sequence[Path] = ()
 ) -> None:
     """Write the page, with pictures (file -> caption) and training curves of run folders; it loads nothing else."""
-    page = Template(resources.files("emoe.reporting").joinpath("page.html").read_text(encoding="utf-8"))
     tasks = list(dict.fromkeys(row.task for row in results.rows))
     sections = {
         "": "".join(_prose(task, "before") for task in tasks),
@@ -46,6 +37,7 @@ def write_page(
         "Where the numbers come from": _card(html_table(_provenance(results), words=True)),
     }
     body = "".join(f"<h2>{name}</h2>\n" * bool(name) + section for name, section in sections.items() if section)
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     replace_file(path, page.substitute(title=html.escape(title), body=body))
 
 
@@ -85,9 +77,18 @@ def _over_nfe(part: Results) -> list[Table]:
                 over_nfe = metric_tables(own, own.rows[0].task, metric)
             except ResultsError:  # several recipes of one method
                 over_nfe = images.nfe_table(own, metric)
-            title = f"{measure(metric).label}, {data_name(data)}"
-            tables += [dataclasses.replace(table, title=title) for table in over_nfe]
+            for table in over_nfe:
+                table.title = f"{measure(metric).label}, {data_name(data)}"
+            tables += over_nfe
     return tables
+
+
+TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; all others as the toy
+    "mnist": (images.bpd_tables, images.nfe_tables),
+    "digits": (images.bpd_tables, images.nfe_tables),
+    "text": (text.all_tables,),
+    "ties": (ties.scaling_tables, ties.health_tables),
+}
 
 
 def _panel(table: Table, colours: Sequence[str]) -> Panel:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import re
 from collections.abc import Iterable, Sequence
 
 from emoe.console import console_table
-from emoe.reporting.cells import NBSP, measure
+from emoe.reporting.cells import NBSP
 from emoe.reporting.grid import metric_tables
 from emoe.reporting.results import Results
 from emoe.reporting.table import Table
@@ -48,7 +47,7 @@ def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
     """Print metrics over NFE to the terminal, a table for each data set."""
     for metric in metrics:
         for table in metric_tables(results, task, metric):
-            print_table(dataclasses.replace(table, title=measure(metric).label))
+            print_table(table)
 
 
 def html_table(table: Table, colours: Sequence[str] = (), *, words: bool = False) -> str:
@@ -56,8 +55,7 @@ def html_table(table: Table, colours: Sequence[str] = (), *, words: bool = False
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
-        colour = colours[number] if colours else ""
-        key = f'<i class="key" style="background:{colour}"></i>' * bool(colour)
+        key = f'<i class="key" style="background:{colours[number]}"></i>' if colours and colours[number] else ""
         cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
         lines.append(f'<tr class="{"reference" * (number in table.references)}">{"".join(cells)}</tr>')
     kind, body = "words" if words else "numbers", "\n".join(lines)

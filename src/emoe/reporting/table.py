@@ -8,14 +8,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from emoe.reporting.cells import MINUS, Column, Line, names
-from emoe.reporting.paper import comparable
-from emoe.reporting.recipes import all_with, as_typed, common_changes, parse
+from emoe.reporting.recipes import all_with, as_typed, common_changes, comparable, parse, without
 from emoe.reporting.results import Results, Row, method_rank
 
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound", "iw")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Table:
     """A table of inline Markdown: `**best**`, `*the paper*`, `code` and line ends inside cells."""
 
@@ -45,11 +44,13 @@ def build(
     return with_note([Table(header, rows, title, "", align or "l" * len(corner), references, methods)], note)
 
 
-def with_note(tables: Sequence[Table], note: str) -> list[Table]:
-    """Tables with a note below the last; its sentences about italics only if that shows the paper's numbers."""
-    italics = any("*" in cell for table in tables[-1:] for row in table.rows for cell in row)
-    text = " ".join(line for line in note.splitlines() if line and (italics or not line.startswith("*Italics*")))
-    return [*tables[:-1], *(dataclasses.replace(table, note=text) for table in tables[-1:])]
+def with_note(tables: list[Table], note: str) -> list[Table]:
+    """Put a note below the last table; its sentences about italics only if that shows the paper's numbers."""
+    for table in tables[-1:]:
+        italics = any("*" in cell for row in table.rows for cell in row)
+        lines = [line for line in note.splitlines() if line and (italics or not line.startswith("*Italics*"))]
+        table.note = " ".join(lines)
+    return tables
 
 
 def printed(cell: str) -> float | None:
@@ -80,9 +81,9 @@ def models(results: Results, **fields: object) -> list[Line]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         name, changes = parse(row.recipe)
-        own = as_typed({field: value for field, value in changes.items() if field not in shared})
         usual = name.endswith(f"-{row.method}") and len(families) == 1
-        groups.setdefault((row.method, own if usual else f"({name}) {own}".strip()), []).append(row)
+        own = f"({name}) " * (not usual) + as_typed(without(changes, shared))
+        groups.setdefault((row.method, own.strip()), []).append(row)
     lines = []
     for (method, own), rows in sorted(groups.items(), key=lambda item: (method_rank(item[0][0]), item[0])):
         label = f"{results.label(method)} {own}".strip()
