@@ -17,7 +17,7 @@ import pytest
 
 import emoe
 from emoe.cli import main
-from emoe.commands import COMMANDS, listing
+from emoe.commands import COMMANDS, train
 from emoe.config import allowed_range
 from emoe.engine.fit import NumericFailure
 from emoe.overrides import as_text, paths
@@ -140,7 +140,7 @@ ERRORS = {
 
 def test_errors_become_exit_codes(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     def fail_with(error: BaseException) -> None:
-        monkeypatch.setattr(listing, "main", lambda words: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(train, "list_recipes", lambda words: (_ for _ in ()).throw(error))
 
     for text, (error, expected) in ERRORS.items():
         fail_with(error)

@@ -15,7 +15,7 @@ import pytest
 
 from emoe.figures.base import CYCLE
 from emoe.reporting import provenance
-from emoe.reporting.paper import paper_numbers
+from emoe.reporting.recipes import paper_numbers
 from emoe.reporting.provenance import describe_machine, git_commit, source_commit
 from emoe.reporting.results import IDENTITY, Results, ResultsError, Row, RunInfo, mean_over_seeds, methods_of, record
 

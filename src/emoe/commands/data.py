@@ -9,18 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emoe.commands.args import SEVERAL, Command
+from emoe.commands import args
 from emoe.config import ConfigError, hint
 from emoe.console import Progress, Tick, meter
 
 
 def main(words: list[str]) -> int:
     """Fetch data; `emoe data prepare` has options of its own."""
-    if words[:1] == ["prepare"]:
-        return Command("emoe data prepare", prepare)(words[1:])
-    return Command("emoe data", fetch)(words)
+    return prepare(words[1:]) if words[:1] == ["prepare"] else fetch(words)
 
 
+@args.command("emoe data")
 def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> int:
     """Fetch or prepare data.
 
@@ -64,12 +63,13 @@ def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> in
     return 0
 
 
+@args.command("emoe data prepare")
 def prepare(
     inputs: tuple[Path, ...] = (),
     *,
-    train: Annotated[tuple[Path, ...], SEVERAL] = (),
-    valid: Annotated[tuple[Path, ...], SEVERAL] = (),
-    test: Annotated[tuple[Path, ...], SEVERAL] = (),
+    train: Annotated[tuple[Path, ...], args.SEVERAL] = (),
+    valid: Annotated[tuple[Path, ...], args.SEVERAL] = (),
+    test: Annotated[tuple[Path, ...], args.SEVERAL] = (),
     out: Path,
     tokenizer: Path,
     split: tuple[float, ...] | None = None,

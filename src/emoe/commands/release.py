@@ -6,9 +6,10 @@ from json import dumps
 from pathlib import Path
 from typing import Literal
 
-from emoe.commands.args import Command
+from emoe.commands import args
 
 
+@args.command("emoe release")
 def release(
     run: Path,
     *,
@@ -44,6 +45,3 @@ def release(
         size = f"{done.parameters:,} parameters, {done.size / 1e6:.2f} MB in {precision}"
         print(f"{done.path}: {size}; largest rounding error {done.rounding:.1e} ({done.tensor})")
     return 0
-
-
-main = Command("emoe release", release)

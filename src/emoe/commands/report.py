@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from emoe.commands.args import REPEATED, Command
+from emoe.commands import args
 from emoe.config import ConfigError
 
 if TYPE_CHECKING:
     from emoe.reporting.results import Results
 
 
+@args.command("emoe report")
 def report(
     results: Path = Path("results/toy.json"),
     *,
     out: Path | None = None,
-    picture: Annotated[tuple[Path, ...], REPEATED] = (),
-    run: Annotated[tuple[Path, ...], REPEATED] = (),
+    picture: Annotated[tuple[Path, ...], args.REPEATED] = (),
+    run: Annotated[tuple[Path, ...], args.REPEATED] = (),
     title: str = "E-MoE results",
 ) -> int:
     """Write a self-contained HTML report from a results file or a run folder that was evaluated.
@@ -57,6 +58,3 @@ def read_results(path: Path) -> Results:
         return Results.load(path) if path.exists() else Results()
     except ResultsError as error:
         raise ConfigError(str(error).splitlines()) from None
-
-
-main = Command("emoe report", report)

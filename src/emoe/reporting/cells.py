@@ -59,9 +59,11 @@ class Line:
     nfe: int | None = None  # of the paper's numbers
 
     def where(self, **fields: Any) -> Line:
-        """The same line with some of its rows."""
-        nfe = fields.get("nfe", self.nfe)
-        return dataclasses.replace(self, rows=select(self.rows, **fields), nfe=nfe)
+        """The same line with some of its rows; a reference measured without NFE is the same for each."""
+        rows = select(self.rows, **fields)
+        if self.reference and not rows:
+            rows = select(self.rows, **fields | {"nfe": None})
+        return dataclasses.replace(self, rows=rows, nfe=fields.get("nfe", self.nfe))
 
     def reported(self, metric: str) -> float | None:
         """The paper's number beside this line."""

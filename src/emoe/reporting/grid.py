@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from emoe.reporting.cells import Line, Number, data_name, data_of, measure, over
 from emoe.reporting.recipes import comparable, main_recipe, paper_methods
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
-from emoe.reporting.table import Table, build, comma, repeat, span, steps_of
+from emoe.reporting.table import Table, build, comma, span, steps_of
 
 
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
@@ -37,8 +37,6 @@ def metric_lines(part: Results) -> list[Line]:
         paper = data * (comparable(rows or models) == data)
         for convention in sorted({row.convention or "" for row in rows}):
             own = main_recipe(select(rows, convention=convention or None))
-            if method in REFERENCES:  # the same for any NFE if it was measured without
-                own += repeat(select(own, nfe=None), steps - {row.nfe for row in own})
             labels = (label, convention)[: 1 + named]
             lines.append(Line(labels, own, method, method in REFERENCES, "" if named else paper))
         alone = Line((label, "paper")[: 1 + named], (), method, paper=paper)

@@ -20,6 +20,7 @@ from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table, comma, printed, span
 
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
+ORIGIN = ("Command", "Commit", "Machine", "Date (wall time)", "Seeds", "Samples")
 TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (nats per token)"}
 
 
@@ -27,14 +28,19 @@ def write_page(
     path: Path, title: str, results: Results, *, pictures: Mapping[Path, str] | None = None, runs: Sequence[Path] = ()
 ) -> None:
     """Write the page, with pictures (file -> caption) and training curves of run folders; it loads nothing else."""
-    tasks = list(dict.fromkeys(row.task for row in results.rows))
+    tasks, origin = list(dict.fromkeys(row.task for row in results.rows)), []
+    for name, run in results.runs.items():
+        own = results.only(run=name)
+        machine, when = f"{run.device}; torch {run.torch}, Python {run.python}", f"{run.date} ({run.wall_s:,.0f} s)"
+        counts = span(row.n for row in own.rows)
+        origin.append([f"`{run.command}`", f"`{run.commit}`", machine, when, comma(own.seeds), counts])
     sections = {
         "": "".join(_prose(task, "before") for task in tasks),
         "Results": "".join(_results(results.only(task=task), task) for task in tasks),
         "Pictures": "".join(_picture(file.read_bytes(), caption) for file, caption in (pictures or {}).items()),
         "Training": _figure(_training(results, runs), "training"),
         "How to read the numbers": "".join(_prose(task, "after") for task in tasks),
-        "Where the numbers come from": _card(html_table(_provenance(results), words=True)),
+        "Where the numbers come from": _card(html_table(Table(ORIGIN, origin), words=True)),
     }
     body = "".join(f"<h2>{name}</h2>\n" * bool(name) + section for name, section in sections.items() if section)
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -126,14 +132,3 @@ def _figure(panels: Iterable[Panel], name: str) -> str:
         return _picture(png(draw(rows, width=5.0)), f"Curves: {name}") if rows else ""
     except ImportError:
         return _card('<p class="note">Curves are left out: matplotlib is not installed.</p>')
-
-
-def _provenance(results: Results) -> Table:
-    """The runs behind the numbers."""
-    rows = []
-    for name, run in results.runs.items():
-        own = results.only(run=name)
-        machine, when = f"{run.device}; torch {run.torch}, Python {run.python}", f"{run.date} ({run.wall_s:,.0f} s)"
-        counts = span(row.n for row in own.rows)
-        rows.append([f"`{run.command}`", f"`{run.commit}`", machine, when, comma(own.seeds), counts])
-    return Table(["Command", "Commit", "Machine", "Date (wall time)", "Seeds", "Samples"], rows)

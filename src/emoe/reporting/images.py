@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 from emoe.reporting.cells import Column, Line, Number, data_name, data_of, measure, over, reported
 from emoe.reporting.recipes import common_changes, comparable, paper_methods, reference_name
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, method_rank
-from emoe.reporting.table import Table, build, conventions_of, models, note, repeat, span, steps_of, with_note
+from emoe.reporting.table import Table, build, conventions_of, models, note, span, steps_of, with_note
 
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
@@ -46,41 +45,34 @@ def nfe_tables(results: Results) -> list[Table]:
     tables = []
     for data in data_of(results):
         part = results.only(data=data)
-        own = [table for metric in SHOWN for table in nfe_table(part, metric)]
-        tables += with_note(own, _nfe_note(part, own))
+        own, real = [table for metric in SHOWN for table in nfe_table(part, metric)], real_data(part)
+        drawn = span(row.n for row in part.models.select(metric="ink"))
+        words = [f"{drawn} samples for each NFE"] * bool(drawn)
+        if any(cell.startswith("**") for table in own for row in table.rows for cell in row):
+            words.append("**bold**: best model of a column")
+        if images := span(row.n for row in real.where(metric="pixel_tv").rows):
+            words.append(
+                f"real data: {images} training images in place of samples, for confidence the test images "
+                "(so it does not depend on NFE)"
+            )
+        if accuracy := Number("judge_accuracy").mean(real):
+            words.append(f"the judge gets {accuracy.mean:.1f} % of the test images right")
+        tables += with_note(own, note("images-nfe", part, words="; ".join(words)))
     return tables
 
 
 def nfe_table(part: Results, metric: str) -> list[Table]:
     """A metric of samples over NFE for all models of a data set, and for real data."""
-    lines = models(part, metric=metric)
-    steps, real = steps_of(lines, metric), real_data(part).where(metric=metric)
-    lines += [dataclasses.replace(real, rows=repeat(real.rows, steps))] * bool(real.rows)
-    columns = over("nfe", "NFE {}", steps, Measured(metric))
+    lines, real = models(part, metric=metric), real_data(part).where(metric=metric)
+    columns = over("nfe", "NFE {}", steps_of(lines, metric), Measured(metric))
     title, corner = f"**{measure(metric).label}**", [data_name(data) for data in data_of(part)]
-    return build(corner, lines, columns, title=title, better=measure(metric).better)
+    return build(corner, lines + [real] * bool(real.rows), columns, title=title, better=measure(metric).better)
 
 
 def real_data(part: Results) -> Line:
     """Real data that fit the models of a data set; where these differ in the data, the usual ones."""
     rows = part.select(method="data", recipe=reference_name(common_changes(part.models.rows)))
     return Line((part.label("data"),), rows, "data", reference=True)
-
-
-def _nfe_note(part: Results, tables: list[Table]) -> str:
-    real = real_data(part)
-    drawn = span(row.n for row in part.models.select(metric="ink"))
-    images = span(row.n for row in real.where(metric="pixel_tv").rows)
-    accuracy = Number("judge_accuracy").mean(real)
-    best = any(cell.startswith("**") for table in tables for row in table.rows for cell in row)
-    words = {
-        f"{drawn} samples for each NFE": drawn,
-        "**bold**: best model of a column": best,
-        f"real data: {images} training images in place of samples, for confidence the test images (so it does not "
-        "depend on NFE)": images,
-        f"the judge gets {accuracy.mean if accuracy else 0:.1f} % of the test images right": accuracy,
-    }
-    return note("images-nfe", part, words="; ".join(text for text, shown in words.items() if shown))
 
 
 def image_page(results: Results) -> str:

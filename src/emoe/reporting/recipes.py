@@ -46,11 +46,6 @@ def as_typed(changes: Mapping[str, str]) -> str:
     return " ".join(f"{field}={value}" for field, value in changes.items())
 
 
-def all_with(changes: Mapping[str, str]) -> str:
-    """A sentence of a note about the changes that all recipes share."""
-    return f" All with `{as_typed(changes)}`." if changes else ""
-
-
 def common(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """The changes that all of several recipes share."""
     first, *others = list(several) or [{}]

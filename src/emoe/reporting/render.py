@@ -14,20 +14,21 @@ from emoe.reporting.table import Table
 
 
 def markdown(tables: Iterable[Table]) -> str:
-    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables."""
-    pieces = [piece for table in tables for piece in (table.title, markdown_table(table), table.note) if piece]
-    return "\n\n".join(pieces) + "\n" if pieces else ""
+    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
 
-
-def markdown_table(table: Table) -> str:
-    """The cells of a table in Markdown; `|` and line ends inside them are made harmless."""
+    `|` and line ends inside cells are made harmless.
+    """
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
 
-    letters = table.align.ljust(len(table.header), "r")
-    rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
-    return "\n".join([line(table.header), rule, *map(line, table.rows)])
+    pieces = []
+    for table in tables:
+        letters = table.align.ljust(len(table.header), "r")
+        rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
+        cells = "\n".join([line(table.header), rule, *map(line, table.rows)])
+        pieces += [piece for piece in (table.title, cells, table.note) if piece]
+    return "\n\n".join(pieces) + "\n" if pieces else ""
 
 
 def plain(text: str) -> str:

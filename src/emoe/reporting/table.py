@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from emoe.reporting.cells import MINUS, Column, Line, names
-from emoe.reporting.recipes import all_with, as_typed, common_changes, comparable, parse, without
+from emoe.reporting.recipes import as_typed, common_changes, comparable, parse, without
 from emoe.reporting.results import Results, Row, method_rank
 
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound", "iw")
@@ -97,11 +96,6 @@ def steps_of(lines: Iterable[Line], metric: str = "") -> list[int]:
     return sorted({row.nfe for row in rows if row.nfe is not None})
 
 
-def repeat(rows: Sequence[Row], steps: Iterable[int | None]) -> list[Row]:
-    """Rows of a reference at every number of network calls, on which they do not depend."""
-    return [dataclasses.replace(row, nfe=nfe) for nfe in steps for row in rows]
-
-
 def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LIKELIHOODS) -> list[str]:
     """Names of likelihoods in the order of their kinds, those of a kind with rising T."""
 
@@ -113,16 +107,16 @@ def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LI
     return sorted({row.convention for row in rows if row.convention is not None}, key=key)
 
 
-def note(name: str, results: Results, **values: object) -> str:
-    """A note of `names.toml` with `values`, and with the seeds, common changes and sources of the models."""
+def note(name: str, results: Results, changes: Mapping[str, str] | None = None, **values: object) -> str:
+    """A note of `names.toml` with `values`, and with the seeds, shared changes and sources of the models."""
     models = results.models
-    several = len(models.seeds) > 1
+    several, shared = len(models.seeds) > 1, common_changes(models.rows) if changes is None else changes
     words = {
         "numbers": comma(models.seeds),
         "seeds": f"Seed{'s' * several} {comma(models.seeds)}",
         "errors": "over seeds" if several else "of the measurement",
         "over_seeds": ": means, and where a row has several, errors are over these." if several else ".",
-        "changes": all_with(common_changes(models.rows)),
+        "changes": f" All with `{as_typed(shared)}`." if shared else "",
         "source": source_of(results),
     }
     return str(names("notes")[name]).format_map(words | values)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, names, over, reported
 from emoe.reporting.recipes import paper_numbers
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row, select
-from emoe.reporting.table import Table, build, conventions_of, models, note, repeat, span, steps_of
+from emoe.reporting.table import Table, build, conventions_of, models, note, span, steps_of
 
 SETTINGS = ("paper", "duo")  # of perplexities
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
@@ -61,7 +61,7 @@ class Spec(NamedTuple):
 
     lines: Sequence[Line]
     columns: Sequence[Column]
-    values: dict[str, str] = {}  # of the note
+    values: dict[str, Any] = {}  # of the note
 
 
 class TextTables:
@@ -97,7 +97,7 @@ class TextTables:
         setting, rows = self.setting, self.rows
         lines = models(rows, metric="gen_ppl", convention=setting)
         steps = steps_of(lines, "gen_ppl")
-        real = Line(("held-out text",), repeat(rows.select(method="data"), steps), "data", reference=True)
+        real = Line(("held-out text",), rows.select(method="data"), "data", reference=True)
         beside = any(line.where(nfe=nfe).reported("gen_ppl") for line in lines for nfe in steps)
         entropy = f"\n*(H {paper_numbers()['lm1b', 'data', 'entropy', None, None]:.2f})*" * beside
 
@@ -136,7 +136,7 @@ class TextTables:
 
     def _in_variant(self, line: Line, variant: Variant) -> Line:
         """The rows of another way to sample as if it were the plain one."""
-        plain = {in_setting(self.setting, variant.name): self.setting, variant.name: None}
+        plain: dict[str | None, str | None] = {in_setting(self.setting, variant.name): self.setting, variant.name: None}
         rows = [replace(row, convention=plain[row.convention]) for row in select(line.rows, convention=[*plain])]
         return replace(line, labels=(f"{line.labels[0]}, {variant.label}",), rows=rows, variant=variant.paper)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from emoe.reporting.cells import DASH, Column, Line, Number
-from emoe.reporting.recipes import all_with, as_typed, common, parse, without
+from emoe.reporting.recipes import as_typed, common, parse, without
 from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, comma, note
 
@@ -126,5 +126,4 @@ def _note(name: str, results: Results, lines: Sequence[Line]) -> str:
         variant, left = variant_of(row.recipe)
         recipe, changes = parse(row.recipe)
         words[variant] = f"{variant} is `{f'{recipe} {as_typed(without(changes, (*left, *FIELDS)))}'.strip()}`"
-    shared = all_with(common_changes(results))
-    return note(name, results, variants=comma(words.values()), shared=shared)
+    return note(name, results, common_changes(results), variants=comma(words.values()))
