@@ -71,7 +71,7 @@ def test_types_and_defaults() -> None:
     assert given["settings"] == {"a.b": "1", "c.d": "2"} and given["command"] == f"emoe paint {line}"
 
 
-REFUSED = {
+REFUSED = {  # words -> message
     "--steps 1,10": "steps: must be >= 1 and <= 9, got 1,10",
     "--steps 1,x": "steps: expected whole numbers >= 1 and <= 9, got '1,x'",
     "--seed 1,2": f"seed: expected one whole number >= 0 and <= {2**63 - 1}, got '1,2'",

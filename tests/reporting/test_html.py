@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -39,18 +38,6 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run folder with a training log that a crash cut, and an evaluation."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "experiment.json").write_text(json.dumps({"name": "toy-x", "seed": 0, "method": {"kind": "emoe"}}))
-    lines = [json.dumps({"step": step, "loss": 3.0 / step, "kl": 0.0}) for step in (1, 2, 3)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
-    results("toy").save(folder / "eval.json")
-    return folder
-
-
 def results(task: str) -> Results:
     versions = dict(commit="c0ffee", device="a GPU", torch="2", python="3")
     info = RunInfo(command=f"emoe {EVIL}", date="2025-01-01T00:00:00Z", wall_s=1, **versions)
@@ -62,6 +49,17 @@ def results(task: str) -> Results:
         for nfe in (1, 2)
     ]
     return Results().add(info, rows, {"mine": {"label": EVIL, "colour": "#123abc"}})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with a training log that a crash cut, and an evaluation."""
+    folder = tmp_path / "run"
+    results("toy").save(folder / "eval.json")
+    (folder / "experiment.json").write_text('{"name": "toy-x", "seed": 0, "method": {"kind": "emoe"}}')
+    lines = [f'{{"step": {step}, "loss": {3 / step}, "kl": 0.0}}' for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
+    return folder
 
 
 @pytest.mark.parametrize("task", ["toy", "of-ones-own"])

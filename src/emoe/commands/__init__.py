@@ -18,8 +18,8 @@ COMMANDS = {  # name: (module, function of words, help)
     "sweep": ("reproduce", "sweep", "search over settings: many small runs at once, ranked in a table"),
     "reproduce": ("reproduce", "main", "run a table of the paper from end to end"),
     "data": ("data", "main", "download and check MNIST, or turn text into rows of tokens"),
-    "release": ("release", "release", "export the weights of finished runs as a model to be opened by name"),
-    "report": ("report", "report", "write an HTML report from results or runs"),
+    "release": ("train", "release", "export the weights of finished runs as a model to be opened by name"),
+    "report": ("evaluate", "report", "write an HTML report from results or runs"),
     "demo": ("reproduce", "demo", "train three methods in minutes and show the difference"),
 }
 

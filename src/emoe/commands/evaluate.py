@@ -1,4 +1,4 @@
-"""`emoe eval`: samples of trained runs over NFE, and named likelihoods; `emoe verify`: checks against exact laws."""
+"""`emoe eval`: samples and likelihoods of runs; `emoe verify`: checks against exact laws; `emoe report`: a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emoe.commands import args
-from emoe.commands.report import read_results
 from emoe.commands.sample import sampling
 from emoe.commands.values import Range, Rows, Seed
 from emoe.config import ConfigError
@@ -84,7 +83,8 @@ def evaluate(
         likelihoods |= dict.fromkeys(names)
         # What can be refused is opened and computed before anything is drawn.
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
-        measured, steps, trained = list[Row](), nfe or run.experiment.eval.nfe, (run.method, run.domain, run.experiment)
+        measured: list[Row] = []
+        trained, steps = (run.method, run.domain, run.experiment), nfe or run.experiment.eval.nfe
         if exact:
             with meter(law_work(run.method, steps), f"exact law of {run.path}") as tick:
                 measured += exact_rows(*trained, steps, tick=tick)
@@ -102,6 +102,16 @@ def evaluate(
     else:
         show(everything, likelihoods)
     return 0
+
+
+def read_results(path: Path) -> Results:
+    """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
+    from emoe.reporting.results import Results, ResultsError
+
+    try:
+        return Results.load(path) if path.exists() else Results()
+    except ResultsError as error:
+        raise ConfigError(str(error).splitlines()) from None
 
 
 def parse_likelihoods(names: Sequence[str]) -> list[Likelihood]:
@@ -207,3 +217,41 @@ def verify(
     passed = sum(line["passed"] for line in lines)
     print(dumps(lines, indent=1) if json else f"{passed} of {len(lines)} checks passed")
     return int(passed < len(lines))
+
+
+@args.command("emoe report")
+def report(
+    results: Path = Path("results/toy.json"),
+    *,
+    out: Path | None = None,
+    picture: Annotated[tuple[Path, ...], args.REPEATED] = (),
+    run: Annotated[tuple[Path, ...], args.REPEATED] = (),
+    title: str = "E-MoE results",
+) -> int:
+    """Write a self-contained HTML report from a results file or a run folder that was evaluated.
+
+    Args:
+        results: results file or run folder
+        out: where the report goes; default: beside the results, ending in .html
+        picture: an image to show; may be given several times
+        run: a run folder whose curves are shown; may repeat
+        title: heading
+
+    Examples:
+        emoe report results/toy.json --run runs/a --picture results/figures/toy-summary.png
+    """
+    if (results / "experiment.json").exists():
+        run, results = (results, *run), results / "eval.json"
+    origin = f"emoe eval {results.parent}" if results.name == "eval.json" else "emoe reproduce toy"
+    problems = [f"results: {results} does not exist; make it with: {origin}"] * (not results.exists())
+    problems += [f"picture: {path} does not exist" for path in picture if not path.is_file()]
+    problems += [f"run: {path} is no run folder" for path in run if not (path / "experiment.json").exists()]
+    if problems:
+        raise ConfigError(problems)
+    from emoe.reporting.html import write_page
+
+    out = out or results.with_suffix(".html")
+    captions = {path: path.stem.replace("-", " ") for path in picture}
+    write_page(out, title, read_results(results), pictures=captions, runs=run)
+    print(out)
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from emoe.reporting.cells import Line, Number, data_name, data_of, measure, over
@@ -60,11 +61,8 @@ def main_rows(results: Results, **filters: object) -> list[Row]:
 def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
     """`3 seeds (0, 1, 2)` and `3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
     models = [row for row in rows if row.method not in REFERENCES] or rows
-    cells: dict[tuple[str, str, int | None], set[int]] = {}
-    for row in models:
-        if row.seed is not None:
-            cells.setdefault((row.data, row.method, row.nfe), set()).add(row.seed)
-    number, seeds = span(len(own) for own in cells.values()), sorted(set().union(*cells.values()))
+    cells = {(row.seed, row.data, row.method, row.nfe) for row in models if row.seed is not None}
+    number, seeds = span(Counter(cell[1:] for cell in cells).values()), sorted({cell[0] for cell in cells})
     samples = span(row.n for row in models)
     words = [f"{number} seed{'s' * (number != '1')} ({comma(seeds)})"] * bool(cells)
     return words + [f"{samples} samples each"] * bool(samples)

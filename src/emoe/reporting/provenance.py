@@ -51,9 +51,10 @@ def git_commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
 
     try:
-        source = Path(git("rev-parse", "--show-toplevel")).resolve() / "src"
-        if source not in here.parents:
-            return "unknown"  # an installed copy that merely lies inside some other repository
-        return git("rev-parse", "--verify", "HEAD") + "-dirty" * bool(git("status", "--porcelain", "--", str(source)))
+        root, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        source = Path(root).resolve() / "src"
+        if source in here.parents:
+            return commit + "-dirty" * bool(git("status", "--porcelain", "--", str(source)))
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        pass
+    return "unknown"  # as for an installed copy that merely lies inside some other repository

@@ -47,14 +47,14 @@ def as_typed(changes: Mapping[str, str]) -> str:
 
 
 def common(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The changes that all of several recipes share."""
+    """The changes that all of several recipes share: written once, not in every label."""
     first, *others = list(several) or [{}]
     return {field: value for field, value in first.items() if all(other.get(field) == value for other in others)}
 
 
 def common_changes(rows: Iterable[Row]) -> dict[str, str]:
-    """The changes that the recipes of all rows share: written once, not in every label."""
-    return common(parse(recipe).changes for recipe in sorted({str(row.recipe) for row in rows}))
+    """The changes that the recipes of all rows share."""
+    return common(parse(row.recipe).changes for row in rows)
 
 
 def reference_name(changes: Mapping[str, str]) -> str:

@@ -24,6 +24,7 @@ EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
 Measured, Plain = partial(Number, measured=True), partial(Number, error=False)
 Millions = partial(Plain, form=".2f", unit="M", per=1e6)
 MAUVE = Number("mauve", {"convention": None}, spread="mauve_spread")  # over seeds of k-means, as in the paper
+Spec = tuple[Sequence[Line], Sequence[Column], dict[str, Any]]  # lines, columns, values of the note
 GAIN = Measured("coordination_gain", {"convention": "bound@1"}, "+.3f")
 
 
@@ -56,14 +57,6 @@ def likelihood(prefix: str = "") -> Number:
     return Measured(f"{prefix}ppl", form=".2f", below=[Measured(f"{prefix}nll_token", form=".4f")])
 
 
-class Spec(NamedTuple):
-    """A table before it is written."""
-
-    lines: Sequence[Line]
-    columns: Sequence[Column]
-    values: dict[str, Any] = {}  # of the note
-
-
 class TextTables:
     """The tables of one data set, with its perplexities in one setting; a method for each entry of `TABLES`."""
 
@@ -84,9 +77,7 @@ class TextTables:
         if own is None:
             return ""
         text = f"The judge's own perplexity of the test rows is {own.mean:.2f}"
-        if baseline := next(
-            (mean for line in models(self.rows) if line.method == "ar" and (mean := exact(line))), None
-        ):
+        for baseline in [mean for line in models(self.rows) if line.method == "ar" and (mean := exact(line))][:1]:
             relation = "below" if own.mean < baseline.mean else "not below"
             text += f", {relation} that of the AR row, {baseline.mean:.2f}"
         if step:
@@ -105,8 +96,7 @@ class TextTables:
             return self.perplexity(line) + entropy * line.reference
 
         samples = span(row.n for row in rows.models.select(metric="gen_ppl", convention=setting))
-        values = {"setting": setting, "samples": samples, "judge": self.judge_note()}
-        return Spec(lines + [real] * bool(real.rows), over("nfe", "NFE {}", steps, cell), values)
+        return lines + [real] * bool(real.rows), over("nfe", "NFE {}", steps, cell), {"samples": samples}
 
     def mauve(self) -> Spec:
         lines, features = models(self.rows, metric="mauve", convention=None), ""
@@ -115,7 +105,7 @@ class TextTables:
             features += f"({share.mean:.1f} % of their variance)."
         samples = span(row.n for row in self.rows.select(metric="mauve", convention=None))
         columns = over("nfe", "NFE {}", steps_of(lines, "mauve"), replace(MAUVE, paper="{:.2f}"))
-        return Spec(lines, columns, {"samples": samples, "features": features})
+        return lines, columns, {"samples": samples, "features": features}
 
     def collapse(self) -> Spec:
         """E-MoE with drawn and with other routes, and MDLM, at every NFE of the ablation."""
@@ -132,7 +122,7 @@ class TextTables:
         if any(line.where(metric="mauve").rows for line in lines):
             cell = replace(cell, below=[*cell.below, replace(MAUVE, prefix="MAUVE ")])
         averaged = names("notes")["text-averaged"] * any(line.variant == AVERAGED.paper for line in others)
-        return Spec(lines, over("nfe", "NFE {}", steps_of(others, "gen_ppl"), cell), {"averaged": averaged})
+        return lines, over("nfe", "NFE {}", steps_of(others, "gen_ppl"), cell), {"averaged": averaged}
 
     def _in_variant(self, line: Line, variant: Variant) -> Line:
         """The rows of another way to sample as if it were the plain one."""
@@ -145,11 +135,12 @@ class TextTables:
         lines += [self.judge] * bool(lines and self.judge.where(metric="ppl").rows)
         columns = over("convention", "{}", conventions_of(lines, "ppl"), likelihood())
         columns = [("paper", reported("ppl", ".2f")), *columns, ("coordination gain", GAIN)]
-        return Spec(lines, columns, {"judge": self.judge_note()})
+        return lines, columns, {}
 
     def zero_shot(self) -> Spec:
         lines = models(self.rows)
-        return Spec(lines, over("convention", "{}", conventions_of(lines, "zero_shot_ppl"), likelihood("zero_shot_")))
+        columns = over("convention", "{}", conventions_of(lines, "zero_shot_ppl"), likelihood("zero_shot_"))
+        return lines, columns, {}
 
     def design(self) -> Spec:
         columns: list[Column] = [
@@ -161,7 +152,7 @@ class TextTables:
             ("training step (ms)", Measured("step_ms", form=".1f")),
             ("training (s)", Measured("train_s", form=".0f")),
         ]
-        return Spec(models(self.rows, metric="passes_train"), columns)
+        return models(self.rows, metric="passes_train"), columns, {}
 
     def latent(self) -> Spec:
         total, kl = Plain("kl_per_token", form=".4f", paper="{:.2f}"), Plain("route_kl", form=".4f")
@@ -175,7 +166,7 @@ class TextTables:
             ("entropy of the prior", Plain("prior_entropy", form=".4f")),
             ("route KL", lambda line: total(line) if line.labels[1] == "all" else kl(line)),
         ]
-        return Spec(lines, columns)
+        return lines, columns, {}
 
     def checks(self) -> Spec:
         """Three questions to a latent: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
@@ -186,7 +177,7 @@ class TextTables:
             for nfe in steps_of(lines, "gen_ppl")[:2]:
                 cell = partial(_against, mdlm.where(nfe=nfe), self.perplexity)
                 columns += over("nfe", "below MDLM at NFE {}, equal H", [nfe], cell)
-        return Spec(lines, columns, {"setting": self.setting})
+        return lines, columns, {}
 
 
 def _blocks(line: Line) -> list[Line]:
@@ -252,9 +243,10 @@ def text_tables(name: str, results: Results) -> list[Table]:
         measured = {str(row.convention).partition(" ")[0] for row in rows.select(metric="gen_ppl")}
         settings = [setting for setting in SETTINGS if setting in measured] or [""]
         for setting in settings if name == "gen-ppl" else settings[:1]:
-            lines, columns, values = TABLES[name][1](TextTables(rows, setting))
+            tables_of = TextTables(rows, setting)
+            lines, columns, values = TABLES[name][1](tables_of)
             corner = [data, "block"][: len(lines[0].labels)] if lines else []
-            text = note(f"text-{name}", rows, **values)
+            text = note(f"text-{name}", rows, setting=setting, judge=tables_of.judge_note(), **values)
             tables += build(corner, lines, columns, text, align="lr"[: len(corner)])
     return tables
 

@@ -50,6 +50,7 @@ def setting_of(data: str) -> TieSetting:
     return TieSetting(family + symbols, int(length))
 
 
+@functools.cache
 def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
     """The variant behind a recipe's name, and further changes but those of data and depth."""
     name, changes = parse(recipe)
@@ -59,14 +60,9 @@ def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
     return variant, without(left, own)
 
 
-def common_changes(results: Results) -> dict[str, str]:
-    """Further changes that all models share."""
-    return common(variant_of(recipe)[1] for recipe in sorted({str(row.recipe) for row in results.models.rows}))
-
-
 def by_variant(results: Results) -> dict[tuple[str, str], list[Row]]:
     """The rows of models by family and variant; a label has what was not changed in all models, and unusual depth."""
-    shared = common_changes(results)
+    shared = common(variant_of(row.recipe)[1] for row in results.models.rows)
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in results.models.rows:
         ties, (variant, changes) = setting_of(row.data), variant_of(row.recipe)
@@ -126,4 +122,5 @@ def _note(name: str, results: Results, lines: Sequence[Line]) -> str:
         variant, left = variant_of(row.recipe)
         recipe, changes = parse(row.recipe)
         words[variant] = f"{variant} is `{f'{recipe} {as_typed(without(changes, (*left, *FIELDS)))}'.strip()}`"
-    return note(name, results, common_changes(results), variants=comma(words.values()))
+    shared = common(variant_of(row.recipe)[1] for row in results.models.rows)
+    return note(name, results, shared, variants=comma(words.values()))
