@@ -128,10 +128,8 @@ def test_exact_laws(trained: dict[str, Path], command: Command) -> None:
     words = f"train toy-8modes-emoe --run deep --device cpu --quiet --backbone.depth 3 {QUICK}"
     assert command(*words.split())[0] == 0
     code, _, err = command("eval", "deep", "--exact", "--nfe", 1, "--samples", 20)
-    assert (
-        code == 2 and "8^(2 * 2) routes" in err and "bound@T or iw@T,K" in err
+    assert code == 2 and "8^(2 * 2) routes" in err and "bound@T or iw@T,K" in err
     assert not Path("deep/eval.json").exists()
-    )
     code, out, err = command("verify", "--method", "mdlm", "--json")
     assert code == 0 and all(line["passed"] and line["model"] == "tiny mdlm" for line in json.loads(out))
     code, out, _ = command("verify", "--method", "mdlm")

@@ -41,6 +41,8 @@ def panel_grid(
     """
     names = dict.fromkeys(itertools.chain.from_iterable(rows.values()))
     columns = sorted(names, key=lambda name: name.casefold() not in TRUTH)
+    if not columns:
+        raise ValueError("there are no pools to draw")
     height = inches[1] * len(rows) + (0.55 if title else 0.3)
     figure = canvas(inches[0] * len(columns) + 0.3, height, title=title, dpi=dpi)
     axes = figure.subplots(len(rows), len(columns), squeeze=False)
