@@ -52,51 +52,35 @@ def test_recorded_files_are_saved_as_they_are(path, tmp_path):
     assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
-def spoil(part: str = "rows", **changes: object):
-    """Changes values of the second row, of the run or of the style of a method."""
+# Text of a file | what is put in its place | fragment of the message.
+FAULTS = """
+"value": 2.0 | "value": NaN | rows[1].value: must be finite, got nan
+"value": 2.0 | "value": "2" | rows[1].value: expected a number, got '2'
+"seed": 1, | "seed": true, | rows[1].seed: expected a whole number or null
+"seed": 1, | "seed": 0, | rows[1]: the same task
+"seed": 1, | "seed": 1, "colour": "red", | rows[1].colour: unknown key
+"stderr": 0.6, "n": 7 | "n": 7 | rows[1].stderr: missing
+"rows": [ | "rows": [3, | rows[0]: expected an object, got 3
+"run": "2025 | "run": "x2025 | is not among the runs
+2025-01-01T | today | .date: expected an ISO date
+#123abc | red | methods['x'].colour: expected #rrggbb
+My method |   | methods['x'].label: expected text that is not empty
+"methods": { | "more": { | expected objects "runs" and perhaps "methods", a list "rows", no other keys
+"runs": { | "runs": {"a": 1, "a": 2, | not valid JSON: a key occurs twice
+"rows": [ | <<<<<<< HEAD | not valid JSON
+"""
 
-    def change(tree: dict) -> None:
-        tree["methods"] = {"x": dict(STYLE)}
-        (tree[part][1] if part == "rows" else next(iter(tree[part].values()))).update(changes)
 
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (spoil(value=math.nan), r"rows\[1\]\.value: must be finite"),
-        (spoil(value="87"), r"rows\[1\]\.value: expected a number"),
-        (spoil(seed=True), r"rows\[1\]\.seed: expected a whole number or null"),
-        (spoil(colour="red"), r"rows\[1\]\.colour: unknown key"),
-        (spoil(run="nobody"), r"rows\[1\]\.run: 'nobody' is not among the runs"),
-        (spoil(seed=0), r"rows\[1\]: the same task"),
-        (lambda tree: tree["rows"][1].pop("metric"), r"rows\[1\]\.metric: missing"),
-        (lambda tree: tree["rows"].append(3), r"rows\[2\]: expected an object, got 3"),
-        (spoil("runs", date="today"), r"runs\['.*'\]\.date: expected an ISO date"),
-        (spoil("methods", colour="red"), r"methods\['x'\]\.colour: expected #rrggbb"),
-        (spoil("methods", label=" "), r"methods\['x'\]\.label: expected text that is not empty"),
-        (lambda tree: tree.update(methods=[]), r'expected objects "runs" and perhaps "methods"'),
-        (lambda tree: tree.update(more=1), r"no other keys"),
-    ],
-)
-def test_a_faulty_file_is_refused_with_the_position(tmp_path, change, message):
+@pytest.mark.parametrize("fault", FAULTS.strip().splitlines())
+def test_a_faulty_file_is_refused_with_the_position(tmp_path, fault):
     path = tmp_path / "toy.json"
-    Results().add(run(), [row(), row(seed=1)]).save(path)
-    tree = json.loads(path.read_text())
-    change(tree)
-    path.write_text(json.dumps(tree))
-    with pytest.raises(ResultsError, match=message) as caught:
+    record(path, run(), [row(), row(seed=1, value=2.0, n=7)], {"x": STYLE})
+    old, new, message = fault.split(" | ")
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ResultsError, match=re.escape(message)) as caught:
         Results.load(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"runs": {"a": 1, "a": 2}, "rows": []}', "<<<<<<< HEAD"])
-def test_what_is_not_json_is_refused(tmp_path, text):
-    path = tmp_path / "toy.json"
-    path.write_text(text)
-    with pytest.raises(ResultsError, match=r"toy\.json: not valid JSON"):
-        Results.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_records_are_checked_when_they_are_made():

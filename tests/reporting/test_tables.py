@@ -70,7 +70,7 @@ def test_unknown_methods_have_a_line_with_their_own_label() -> None:
     assert cells(toy_page(results), "mine") == ["**95.0**", "—", "—", "—"]
     assert cells(toy_page(results.add(RUN, [], mine)), "My method") == ["**95.0**", "—", "—", "—"]
     table = metric_tables(sampled(results), "toy", "validity")[0]
-    page = html_table(table, [results.colour(method) for method in table.methods])
+    page = html_table(table, results.colour)
     assert '<i class="key" style="background:#123abc"></i>My method</td><td class="best"><b>95.0</b>' in page
 
 

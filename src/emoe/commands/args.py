@@ -64,10 +64,7 @@ class Parser(argparse.ArgumentParser):
 class Command(Generic[T]):
     """A function or dataclass with its parser; called with words, it calls the function.
 
-    Args:
-        name: As it is typed, such as `emoe train`.
-        target: The function or dataclass.
-        doc: Its docstring, if it is another one.
+    `name` is as it is typed, such as `emoe train`; `doc` is the docstring, if it is not that of `target`.
     """
 
     def __init__(self, name: str, target: Callable[..., T], doc: str | None = None):
@@ -121,12 +118,7 @@ class Command(Generic[T]):
         return self.target(**self.parse(words))
 
     def parse(self, words: list[str]) -> dict[str, Any]:
-        """The arguments that are given, by parameter.
-
-        Raises:
-            ConfigError: A value that is not allowed.
-            SystemExit: An unknown or missing argument, or --help.
-        """
+        """The arguments that are given, by parameter; an unknown or missing one, or --help, exits."""
         # With a recipe there are also settings without a dot, such as `--seed`, unless they are options.
         fields = [name for name in FIELDS if name not in self.annotations] if "recipe" in self.annotations else []
         values: dict[str, Any] = {}
@@ -173,10 +165,7 @@ def split_settings(
 ) -> tuple[list[str], dict[str, str]]:
     """Take the settings `--a.b value`, `--a.b=value` and `a.b=value` out of the words.
 
-    Args:
-        words: The command line.
-        fields: Settings that have no dot, such as `seed`.
-        valued: Options whose next word is their value, whatever it looks like.
+    `fields` are settings that have no dot, such as `seed`, `valued` options whose next word is always their value.
     """
     rest, settings, queue = list[str](), dict[str, str](), iter(words)
     for word in queue:

@@ -62,16 +62,19 @@ def evaluate(
         emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500
         emoe eval runs/news --eval-lm models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it
     """
-    asked = None if likelihood is None else parse_likelihoods(likelihood.split())
     from emoe.evaluation.likelihood import passes
     from emoe.evaluation.measure import described, exact_rows, measure_likelihoods
     from emoe.exact.laws import law_work
     from emoe.reporting.provenance import describe_machine
     from emoe.reporting.results import Results, RunInfo, record
     from emoe.runs.train import load_run
+    from emoe.types import Likelihood
 
-    everything = Results()
-    likelihoods: dict[Likelihood, None] = {}
+    try:
+        asked = [Likelihood.parse(word) for word in (likelihood or "").split() if word != "none"]
+    except ValueError as error:
+        raise ConfigError([f"likelihood: {error}"]) from None
+    everything, likelihoods = Results(), dict[Likelihood, None]()
     for folder in runs:
         began = time.monotonic()
         with args.with_data_root(settings, data_root) as fields:
@@ -79,7 +82,7 @@ def evaluate(
         files = [path for path in (run.eval_file, results) if path is not None]
         for path in files:
             read_results(path)  # a file that cannot be merged into is refused before the work
-        names = parse_likelihoods(run.method.likelihoods()) if asked is None else asked
+        names = [Likelihood.parse(name) for name in run.method.likelihoods()] if likelihood is None else asked
         likelihoods |= dict.fromkeys(names)
         # What can be refused is opened and computed before anything is drawn.
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
@@ -112,16 +115,6 @@ def read_results(path: Path) -> Results:
         return Results.load(path) if path.exists() else Results()
     except ResultsError as error:
         raise ConfigError(str(error).splitlines()) from None
-
-
-def parse_likelihoods(names: Sequence[str]) -> list[Likelihood]:
-    """Likelihoods by their names; `none` is none."""
-    from emoe.types import Likelihood
-
-    try:
-        return [] if list(names) == ["none"] else list(map(Likelihood.parse, names))
-    except ValueError as error:
-        raise ConfigError([f"likelihood: {error}"]) from None
 
 
 def text_lm(run: Run, folder: str, device: str) -> EvalLM:

@@ -40,7 +40,7 @@ def write_page(
         "Pictures": "".join(_picture(file.read_bytes(), caption) for file, caption in (pictures or {}).items()),
         "Training": _figure(_training(results, runs), "training"),
         "How to read the numbers": "".join(_prose(task, "after") for task in tasks),
-        "Where the numbers come from": _card(html_table(Table(ORIGIN, origin), words=True)),
+        "Where the numbers come from": _card(html_table(Table(ORIGIN, origin), results.colour)),
     }
     body = "".join(f"<h2>{name}</h2>\n" * bool(name) + section for name, section in sections.items() if section)
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -67,9 +67,9 @@ def _picture(data: bytes, caption: str) -> str:
 def _results(part: Results, task: str) -> str:
     """The tables of a task, side by side where the window is wide enough, and curves of those over NFE."""
     tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
-    colours = [[part.colour(method) if method else "" for method in table.methods] for table in tables]
-    cards = (_card(html_table(table, own), table.title, table.note) for table, own in zip(tables, colours, strict=True))
-    return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(map(_panel, tables, colours), task)
+    cards = (_card(html_table(table, part.colour), table.title, table.note) for table in tables)
+    figure = _figure((_panel(table, part.colour) for table in tables), task)
+    return f'<div class="beside">\n{"".join(cards)}</div>\n{figure}'
 
 
 def _over_nfe(part: Results) -> list[Table]:
@@ -97,16 +97,16 @@ TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; al
 }
 
 
-def _panel(table: Table, colours: Sequence[str]) -> Panel:
+def _panel(table: Table, colour: Callable[[str], str]) -> Panel:
     """A table over NFE as curves, those of references dashed; nothing of cells with several numbers."""
     single = not any("\n" in cell.partition("\n*(")[0] for row in table.rows for cell in row)
     steps = {column: int(name[4:]) for column, name in enumerate(table.header) if single and name.startswith("NFE ")}
     curves = {}
-    for number, (row, colour) in enumerate(zip(table.rows, colours, strict=True)):
-        values = [(step, printed(row[column])) for column, step in steps.items()]
-        points = [(step, value) for step, value in values if value is not None]
-        if colour and len(points) > 1:
-            curves[row[0]] = Curve(points, colour=colour, style="--" if number in table.references else "-")
+    for number, (row, method) in enumerate(zip(table.rows, table.methods, strict=True)):
+        points = [(step, value) for column, step in steps.items() if (value := printed(row[column])) is not None]
+        if method and len(points) > 1:
+            style = "--" if number in table.references else "-"
+            curves[row[0]] = Curve(points, colour=colour(method), style=style)
     return Panel(table.title.strip("*"), curves)
 
 

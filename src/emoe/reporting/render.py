@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from emoe.console import console_table
 from emoe.reporting.cells import NBSP
@@ -51,15 +51,16 @@ def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
             print_table(table)
 
 
-def html_table(table: Table, colours: Sequence[str] = (), *, words: bool = False) -> str:
-    """The cells of a table in HTML, with a colour for each row if there are any; `words` are aligned to the left."""
+def html_table(table: Table, colour: Callable[[str], str]) -> str:
+    """The cells of a table in HTML, with the colours of methods; a table without methods is one of words."""
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
-        key = f'<i class="key" style="background:{colours[number]}"></i>' if colours and colours[number] else ""
+        method = table.methods[number] if table.methods else ""
+        key = f'<i class="key" style="background:{colour(method)}"></i>' if method else ""
         cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
         lines.append(f'<tr class="{"reference" * (number in table.references)}">{"".join(cells)}</tr>')
-    kind, body = "words" if words else "numbers", "\n".join(lines)
+    kind, body = "numbers" if table.methods else "words", "\n".join(lines)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )

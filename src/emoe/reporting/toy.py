@@ -17,8 +17,8 @@ METRICS = ("validity", "overlap")  # samples that repeat one good mode raise val
 KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}  # label -> begin of a name
 
 
-def toy_tables(results: Results) -> list[Table]:
-    """The paper's toy tables with our numbers, from samples as in the paper: all densities side by side."""
+def toy_page(results: Results) -> str:
+    """`results/toy.md`: the paper's tables with our numbers, from samples as in the paper, densities side by side."""
     results, tables = sampled(results), []
     for metric in METRICS:
         if parts := metric_tables(results, "toy", metric):
@@ -31,12 +31,7 @@ def toy_tables(results: Results) -> list[Table]:
             words += [f"{DASH}: not measured"] * any(cell.startswith(DASH) for cell in cells)
             table.title, table.note = f"**{label}**", f"{label}: {'; '.join(words)}."
             tables.append(table)
-    return tables
-
-
-def toy_page(results: Results) -> str:
-    """`results/toy.md`: validity and overlap, which belong together."""
-    return markdown(toy_tables(results))
+    return markdown(tables)
 
 
 def side_by_side(tables: Sequence[Table]) -> Table:
