@@ -28,13 +28,6 @@ def canvas(width: float, height: float, *, title: str = "", dpi: int = DPI) -> F
     return figure
 
 
-def legend_below(figure: Figure) -> None:
-    """One legend for all panels, below them; equal labels appear once."""
-    entries = dict(pair[::-1] for axis in figure.axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
-    if entries:
-        figure.legend([*entries.values()], [*entries], ncols=min(6, len(entries)), **LEGEND)
-
-
 def save(figure: Figure, path: Path) -> None:
     """Write an image whose format is the ending of its name; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emoe.figures.base import CYCLE, REFERENCE, canvas, legend_below
+from emoe.figures.base import CYCLE, LEGEND, REFERENCE, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +51,10 @@ def draw(panels: Sequence[Sequence[Panel]], *, width: float = 4.0, height: float
             axis.set_axis_off()
         for axis, panel in zip(line, row, strict=False):
             _draw_panel(axis, panel)
-    legend_below(figure)
+    # Equal labels appear once.
+    entries = dict(pair[::-1] for axis in figure.axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
+    if entries:
+        figure.legend([*entries.values()], [*entries], ncols=min(6, len(entries)), **LEGEND)
     return figure
 
 
