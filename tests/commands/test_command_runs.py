@@ -21,24 +21,23 @@ def test_train_sample_eval(recipe: str, trained: dict[str, Path], command: Comma
     logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert logged == [5, 10, 15, 20]
 
-    code, out, _ = command("sample", run, "--n", 7, "--nfe", 2, "--json")
+    words = ["sample", run, "--n", 7, "--nfe", 2]
     samples = load_run(run, device="cpu").sample(7, 2).tolist()
-    assert code == 0 and json.loads(out) == {"nfe": 2, "samples": samples}
-    plain = command("sample", run, "--n", 7, "--nfe", 2)[1]
-    assert [[int(word) for word in line.split()] for line in plain.splitlines()] == samples
-    code, out, err = command("sample", run, "--n", 7, "--nfe", 2, "--out", "x", "--json", "--picture", "x.png")
+    assert json.loads(command(*words, "--json")[1]) == {"nfe": 2, "samples": samples}
+    assert [[int(word) for word in line.split()] for line in command(*words)[1].splitlines()] == samples
+    code, out, err = command(*words, "--out", "x", "--json", "--picture", "x.png")
     assert code == 0 and json.loads(out) == {"nfe": 2, "out": "x.npy"} and "x.npy: 7 rows, NFE 2" in err
     assert np.load("x.npy").tolist() == samples and Path("x.png").stat().st_size > 1000
 
-    words = ["--samples", 50, "--rows", 40, "--likelihood", "objective bound@2 iw@2,3"]
-    rows = json.loads(command("eval", run, *words, "--json")[1])
+    words = ["eval", run, "--samples", 50, "--rows", 40, "--likelihood", "objective bound@2 iw@2,3"]
+    rows = json.loads(command(*words, "--json")[1])
     metrics = {"validity", "overlap"} | ({"pair_overlap"} if recipe.startswith("rows") else set())
     names = ("objective", "bound@2", "iw@2,3")
     expected = {(metric, nfe, None) for metric in metrics for nfe in (1, 2)}
     expected |= {(metric, None, name) for metric in ("nll", "bpd", "ppl") for name in names}
     assert {(row["metric"], row["nfe"], row["convention"]) for row in rows} == expected
     assert all(row["n"] == 40 for row in rows if row["convention"]) and {row["method"] for row in rows} == {recipe[-4:]}
-    code, out, _ = command("eval", run, *words)  # tables, without --json: nothing unnamed, nothing unexplained
+    code, out, _ = command(*words)  # tables: nothing unnamed, nothing unexplained
     assert code == 0 and "not a bound" in out and "bounds the NLL of the 2-step sampler" in out
 
 
@@ -60,8 +59,8 @@ def test_settings_of_a_trained_run(trained: dict[str, Path], command: Command) -
     run = trained["toy-8modes-emoe"]
     before = (run / "experiment.json").read_bytes()
     taus = ([], ["--method.route-tau", 1], ["--method.route-tau", 0])  # greedy routes
-    drawn = [command("sample", run, "--n", 200, "--json", *words) for words in taus]
-    assert [code for code, _, _ in drawn] == [0, 0, 0] and drawn[0][1] == drawn[1][1] != drawn[2][1]
+    own, plain, greedy = (command("sample", run, "--n", 200, "--json", *words)[:2] for words in taus)
+    assert own == plain != greedy and greedy[0] == 0
     assert (run / "experiment.json").read_bytes() == before
 
 
@@ -138,8 +137,7 @@ def test_exact_laws(trained: dict[str, Path], command: Command) -> None:
 
 
 def test_released_weights(trained: dict[str, Path], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trained["rows-mdlm"]
-    words = ["release", run, "--out", "out", "--name"]
+    words = ["release", trained["rows-mdlm"], "--out", "out", "--name"]
     code, out, _ = command(*words, "mine", "--precision", "bf16")
     assert code == 0 and out.startswith("out/mine: ") and " MB in bf16; largest rounding error " in out
     code, out, _ = command(*words, "b", "--licence", "CC0-1.0", "--json")
