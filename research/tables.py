@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, data_name, data_of, measure, over, write
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
 from emoe.reporting.grid import main_rows, sampled, seeds_and_samples
 from emoe.reporting.recipes import comparable, parse
@@ -23,7 +23,6 @@ from emoe.reporting.table import Table, build, comma, conventions_of, short_comm
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 
-Plain = partial(Number, error=False)
 TOY = Plain("validity", form=".1f", below=[Plain("overlap", form=".1f")])
 FRECHET = Plain("frechet", form=".1f")
 ENTROPY = Plain("entropy", {"convention": None}, ".2f", "H ")

@@ -25,13 +25,12 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import dedent
-from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from emoe.commands.values import Range, read, unwrap
 from emoe.config import ConfigError
 from emoe.overrides import as_text, field_hint, paths
 
-T = TypeVar("T")
 SEVERAL, REPEATED = "several words", "given several times"
 INJECTED = ("settings", "command")
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
@@ -61,13 +60,13 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown argument {name!r}{field_hint(name[2:], [*flags, *fields]) if name[:2] == '--' else ''}")
 
 
-class Command(Generic[T]):
+class Command:
     """A function or dataclass with its parser; called with words, it calls the function.
 
     `name` is as it is typed, such as `emoe train`; `doc` is the docstring, if it is not that of `target`.
     """
 
-    def __init__(self, name: str, target: Callable[..., T], doc: str | None = None):
+    def __init__(self, name: str, target: Callable[..., Any], doc: str | None = None):
         description, helps, examples = read_docstring(inspect.cleandoc(doc or target.__doc__ or ""))
         self.name, self.target, self.parser = name, target, Parser(name, description=description, allow_abbrev=False)
         self.parser.examples = examples
@@ -114,7 +113,7 @@ class Command(Generic[T]):
         for alias in (extra for extra in extras if str(extra).startswith("--")):
             self.parser.add_argument(alias, dest=name, **options | {"help": argparse.SUPPRESS})
 
-    def __call__(self, words: list[str]) -> T:
+    def __call__(self, words: list[str]) -> Any:
         return self.target(**self.parse(words))
 
     def parse(self, words: list[str]) -> dict[str, Any]:
@@ -139,7 +138,7 @@ class Command(Generic[T]):
         return values
 
 
-def command(name: str) -> Callable[[Callable[..., T]], Command[T]]:
+def command(name: str) -> Callable[[Callable[..., Any]], Command]:
     """Make a command of a function: `@command("emoe train")`."""
     return functools.partial(Command, name)
 

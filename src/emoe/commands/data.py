@@ -16,7 +16,7 @@ from emoe.console import Progress, Tick, meter
 
 def main(words: list[str]) -> int:
     """Fetch data; `emoe data prepare` has options of its own."""
-    return prepare(words[1:]) if words[:1] == ["prepare"] else fetch(words)
+    return int(prepare(words[1:]) if words[:1] == ["prepare"] else fetch(words))
 
 
 @args.command("emoe data")

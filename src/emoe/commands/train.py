@@ -117,7 +117,7 @@ def configure(recipe: str, settings: Mapping[str, str], data_root: str | None) -
 def main(words: list[str]) -> int:
     """Train; with --help after a recipe, list its fields."""
     if len(words) < 2 or words[0].startswith("-") or HELP.isdisjoint(words):
-        return train(words)
+        return int(train(words))
     given = train.parse([word for word in words if word not in HELP])
     train.parser.print_help()
     print(f"\nfields of {given['recipe']} and their values:")

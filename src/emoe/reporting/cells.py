@@ -125,6 +125,8 @@ class Number:
         return "\n".join(texts)
 
 
+Measured, Plain = functools.partial(Number, measured=True), functools.partial(Number, error=False)
+Millions = functools.partial(Plain, form=".2f", unit="M", per=1e6)
 Cell = Callable[[Line], str]  # writes the cell of a line
 Column = tuple[str, Cell]  # with its heading
 

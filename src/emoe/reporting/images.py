@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from emoe.reporting.cells import Column, Line, Number, data_name, data_of, measure, over, reported
+from emoe.reporting.cells import Column, Line, Measured, Millions, Number, data_name, data_of, measure, over, reported
 from emoe.reporting.recipes import common_changes, comparable, paper_methods, reference_name
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, method_rank
@@ -12,7 +10,6 @@ from emoe.reporting.table import Table, build, conventions_of, models, note, spa
 
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
-Measured, Millions = partial(Number, measured=True), partial(Number, form=".2f", unit="M", per=1e6, error=False)
 
 
 def bpd_tables(results: Results) -> list[Table]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, names, over, reported
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Measured, Millions, Number, Plain, names, over, reported
 from emoe.reporting.recipes import paper_numbers
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row, select
@@ -21,8 +21,6 @@ from emoe.reporting.table import Table, build, conventions_of, models, note, spa
 SETTINGS = ("paper", "duo")  # of perplexities
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
-Measured, Plain = partial(Number, measured=True), partial(Number, error=False)
-Millions = partial(Plain, form=".2f", unit="M", per=1e6)
 MAUVE = Number("mauve", {"convention": None}, spread="mauve_spread")  # over seeds of k-means, as in the paper
 Spec = tuple[Sequence[Line], Sequence[Column], dict[str, Any]]  # lines, columns, values of the note
 GAIN = Measured("coordination_gain", {"convention": "bound@1"}, "+.3f")
@@ -175,21 +173,25 @@ class TextTables:
         columns: list[Column] = [("half of the blocks in use", _alive), ("coordination gain above 0", _gain)]
         for mdlm in [line for line in everyone if line.method == "mdlm"][:1]:
             for nfe in steps_of(lines, "gen_ppl")[:2]:
-                cell = partial(_against, mdlm.where(nfe=nfe), self.perplexity)
+                cell = partial(self._against, mdlm.where(nfe=nfe))
                 columns += over("nfe", "below MDLM at NFE {}, equal H", [nfe], cell)
         return lines, columns, {}
 
-
-def _blocks(line: Line) -> list[Line]:
-    """A line for each routed block and for `all` of them, with the numbers logged at the end of training."""
-    logged = [(int(str(row.convention)[5:]), row) for row in line.rows if str(row.convention).startswith("step ")]
-    last = {row.metric: step for step, row in sorted(logged, key=lambda entry: entry[0])}
-    groups: dict[str, list[Row]] = {}
-    for row in (row for step, row in logged if step == last[row.metric]):
-        metric, _, block = row.metric.replace("train_kl", "kl_per_token").partition("/block")
-        groups.setdefault(block or "all", []).append(replace(row, metric=metric, convention=None))
-    order = sorted(groups, key=lambda block: (block == "all", len(block), block))
-    return [replace(line, labels=(line.labels[0], block), rows=groups[block]) for block in order]
+    def _against(self, mdlm: Line, line: Line) -> str:
+        """Perplexities of a model and MDLM; no verdict if entropies differ or perplexities are within two errors."""
+        numbers = (self.perplexity, *self.perplexity.below)
+        (ours, entropy), (theirs, level) = ([number.mean(one) for number in numbers] for one in (line, mdlm))
+        if ours is None or theirs is None or entropy is None or level is None:
+            return DASH
+        paper, rival = (one.reported("gen_ppl") for one in (replace(line, method="emoe"), mdlm))
+        factor = f"a factor of {theirs.mean / ours.mean:.2f}" + (f" *({rival / paper:.2f})*" if paper and rival else "")
+        apart = entropy.mean - level.mean
+        text = f"{ours.mean:.1f} against {theirs.mean:.1f}\n{factor}\nH {apart:+.3f}".replace("-", MINUS)
+        if abs(apart) > EQUAL_ENTROPY:
+            return f"not at equal H\n{text}"
+        if abs(ours.mean - theirs.mean) <= 2 * math.hypot(ours.stderr or 0.0, theirs.stderr or 0.0):
+            return f"level: {text}"
+        return _verdict(ours.mean < theirs.mean, text)
 
 
 def _verdict(holds: bool, text: str) -> str:
@@ -207,20 +209,16 @@ def _gain(line: Line) -> str:
     return DASH if mean is None else _verdict(mean.mean > 0, f"{mean.mean:+.3f}")
 
 
-def _against(mdlm: Line, cell: Number, line: Line) -> str:
-    """Perplexities of a model and MDLM; no verdict if entropies differ or perplexities are within two errors."""
-    (ours, entropy), (theirs, level) = ([number.mean(one) for number in (cell, *cell.below)] for one in (line, mdlm))
-    if ours is None or theirs is None or entropy is None or level is None:
-        return DASH
-    paper, rival = (one.reported("gen_ppl") for one in (replace(line, method="emoe"), mdlm))
-    factor = f"a factor of {theirs.mean / ours.mean:.2f}" + (f" *({rival / paper:.2f})*" if paper and rival else "")
-    apart = entropy.mean - level.mean
-    text = f"{ours.mean:.1f} against {theirs.mean:.1f}\n{factor}\nH {apart:+.3f}".replace("-", MINUS)
-    if abs(apart) > EQUAL_ENTROPY:
-        return f"not at equal H\n{text}"
-    if abs(ours.mean - theirs.mean) <= 2 * math.hypot(ours.stderr or 0.0, theirs.stderr or 0.0):
-        return f"level: {text}"
-    return _verdict(ours.mean < theirs.mean, text)
+def _blocks(line: Line) -> list[Line]:
+    """A line for each routed block and for `all` of them, with the numbers logged at the end of training."""
+    logged = [(int(str(row.convention)[5:]), row) for row in line.rows if str(row.convention).startswith("step ")]
+    last = {row.metric: step for step, row in sorted(logged, key=lambda entry: entry[0])}
+    groups: dict[str, list[Row]] = {}
+    for row in (row for step, row in logged if step == last[row.metric]):
+        metric, _, block = row.metric.replace("train_kl", "kl_per_token").partition("/block")
+        groups.setdefault(block or "all", []).append(replace(row, metric=metric, convention=None))
+    order = sorted(groups, key=lambda block: (block == "all", len(block), block))
+    return [replace(line, labels=(line.labels[0], block), rows=groups[block]) for block in order]
 
 
 TABLES: dict[str, tuple[str, Callable[[TextTables], Spec]]] = {  # name -> heading, and table of a data set

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from emoe.reporting.cells import DASH, Column, Line, Number
+from emoe.reporting.cells import DASH, Column, Line, Number, Plain
 from emoe.reporting.recipes import as_typed, common, parse, without
 from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, comma, note
@@ -81,7 +81,7 @@ def scaling_tables(results: Results) -> list[Table]:
 
     def cell(length: int, line: Line) -> str:
         same = Line((), [row for row in select(line.rows, nfe=1) if setting_of(row.data).length == length])
-        coverage = Number("coverage", error=False)(same)
+        coverage = Plain("coverage")(same)
         return Number("ties")(same) + f" ({coverage})" * (coverage != DASH)
 
     lines = []
@@ -104,7 +104,7 @@ def health_tables(results: Results) -> list[Table]:
 
     def dead_experts(line: Line) -> str:
         dead = line.where(metric="dead_experts")
-        return f"{Number(form='.3g', error=False)(dead)} of {dead.rows[0].n}" if dead.rows else DASH
+        return f"{Plain(form='.3g')(dead)} of {dead.rows[0].n}" if dead.rows else DASH
 
     columns: list[Column] = [
         ("coordination gain", Number("coordination_gain", form="+.3f")),
