@@ -13,21 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Stack, data_name, data_of, measure, over, write
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
 from emoe.reporting.grid import main_rows, sampled, seeds_and_samples
-from emoe.reporting.paper import comparable
-from emoe.reporting.recipes import parse
+from emoe.reporting.recipes import comparable, parse
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, SeedMean, methods_of, select
 from emoe.reporting.table import Table, build, comma, conventions_of, short_commit, source_of, span, steps_of
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 
-Plain = partial(Number, error=False)
-TOY = Stack([Plain("validity", form=".1f"), Plain("overlap", form=".1f")])
-FRECHET = Stack([Plain("frechet", form=".1f")])
-TEXT = Stack([Plain("gen_ppl", {"convention": "paper"}, ",.0f"), Plain("entropy", {"convention": None}, ".2f", "H ")])
+TOY = Plain("validity", form=".1f", below=[Plain("overlap", form=".1f")])
+FRECHET = Plain("frechet", form=".1f")
+ENTROPY = Plain("entropy", {"convention": None}, ".2f", "H ")
+TEXT = Plain("gen_ppl", {"convention": "paper"}, ",.0f", below=[ENTROPY])
 SUMMARY = {  # heading -> cell, data set or task, network calls
     "8-modes, 1 call": (TOY, {"data": "8-modes", "nfe": 1}),
     "Swiss-roll, 1 call": (TOY, {"data": "swiss-roll", "nfe": 1}),
@@ -58,7 +57,7 @@ def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
     return build(["Method"], lines, [(heading, partial(_with_second, *column)) for heading, column in SUMMARY.items()])
 
 
-def _with_second(cell: Stack, where: dict[str, object], line: Line) -> str:
+def _with_second(cell: Number, where: dict[str, object], line: Line) -> str:
     """The first number, and the second in parentheses."""
     first, *second = cell(line.where(**where)).split("\n")
     return first + "".join(f" ({text})" for text in second)

@@ -112,20 +112,17 @@ def test_extras_that_messages_name_exist() -> None:
     assert named and named <= set(project["optional-dependencies"])
 
 
-def kinds() -> set[str]:
-    return {*MethodConfig.known_kinds(), *BackboneConfig.known_kinds(), *DomainConfig.known_kinds()}
-
-
 @pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=lambda path: path.name)
 def test_the_engine_names_no_method_backbone_or_domain(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
+    kinds = {*MethodConfig.known_kinds(), *BackboneConfig.known_kinds(), *DomainConfig.known_kinds()}
     # The name of the package and the words for lines of data, 0 to 9 and strings are allowed, but not for kinds.
-    words = kinds() - {"emoe", "rows", "digits", "text"}
+    words = kinds - {"emoe", "rows", "digits", "text"}
     words |= {"expert", "experts", "router", "latent", "diffusion", "mask", "e-moe"}
     assert re.findall(rf"(?i)\b({'|'.join(map(re.escape, sorted(words)))})\b", text) == []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:
-            assert token.string.strip("rbf").strip("\"'") not in kinds()
+            assert token.string.strip("rbf").strip("\"'") not in kinds
         elif token.type == tokenize.NAME and token.string.lower() == "emoe":
             assert token.line.lstrip().startswith(("from emoe", "import emoe"))
 

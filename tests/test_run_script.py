@@ -61,13 +61,15 @@ class Tree:
         folder = self.root.parent  # not the tree itself: ./run must not depend on where it is called
         return subprocess.Popen(command, cwd=folder, env=self.env | env, stdout=pipe, stderr=pipe, text=True)
 
-    def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *args: str, **env: str) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
         process = self.start(*args, **env)
         out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return process.returncode, out, err
 
-    def calls(self) -> list[str]:
-        """What was made or installed since the last question."""
+    def calls(self, *args: str, **env: str) -> list[str]:
+        """What was made or installed by a task, or since the last question."""
+        assert not args or self.run(*args, **env)[0] == 0
         lines = self.calls_file.read_text().split() if self.calls_file.exists() else []
         self.calls_file.unlink(missing_ok=True)
         return lines
@@ -82,51 +84,37 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def test_unknown_task_lists_the_tasks(tree: Tree) -> None:
-    result = tree.run("dmeo")
-    assert result.returncode == 2
-    assert "unknown task 'dmeo'" in result.stderr
-    for task in ("demo", "emoe", "test", "lint", "help"):
-        assert f"\n  {task} " in result.stderr
-    assert tree.run().returncode == 2
-    assert tree.run("help").returncode == 0
+    code, _, err = tree.run("dmeo")
+    assert code == 2 and "unknown task 'dmeo'" in err
+    assert all(f"\n  {task} " in err for task in ("demo", "emoe", "test", "lint", "help"))
+    assert tree.run()[0] == 2 and tree.run("help")[0] == 0
     assert not tree.venv.exists()
 
 
 def test_first_start_sets_up_and_the_next_calls_no_installer(tree: Tree) -> None:
-    first = tree.run("emoe", "show", "two words")
-    assert (first.returncode, first.stdout) == (0, "ran -m emoe show two words\n")
-    assert "set up in" in first.stderr
+    code, out, err = tree.run("emoe", "show", "two words")
+    assert (code, out) == (0, "ran -m emoe show two words\n") and "set up in" in err
     assert tree.calls() == ["venv", "install"]
     assert ".ready-core" in tree.names() and ".busy" not in tree.names()
-
-    warm = tree.run("demo", FAKE_STATUS="1")
-    assert (warm.returncode, warm.stdout, warm.stderr) == (0, "ran -m emoe demo\n", "")
+    assert tree.run("demo", FAKE_STATUS="1") == (0, "ran -m emoe demo\n", "")
     assert tree.calls() == []
 
 
 def test_the_test_task_adds_to_the_core(tree: Tree) -> None:
-    tree.run("demo")
-    tree.calls()
-    result = tree.run("test", "-k", "routing", OMP_NUM_THREADS="16")
-    assert result.returncode == 0, result.stderr
-    assert "-k routing with 1 thread" in result.stdout
-    assert result.stdout.rstrip().endswith(str(tree.root / "src"))
+    assert tree.calls("demo") == ["venv", "install"]
+    code, out, err = tree.run("test", "-k", "routing", OMP_NUM_THREADS="16")
+    assert code == 0 and "-k routing with 1 thread" in out and out.rstrip().endswith(str(tree.root / "src")), err
     assert tree.calls() == ["install"]
     assert {".ready-core", ".ready-test"} <= tree.names()
-    tree.run("demo"), tree.run("test")
-    assert tree.calls() == []
+    assert tree.calls("demo") == tree.calls("test") == []
 
 
 def test_a_failed_install_shows_the_log_and_spares_the_core(tree: Tree) -> None:
     tree.run("demo")
-    failed = tree.run("test", FAKE_STATUS="1")
-    assert failed.returncode == 1
-    assert "a line of the installer" in failed.stderr and "setup.log" in failed.stderr
+    code, _, err = tree.run("test", FAKE_STATUS="1")
+    assert code == 1 and "a line of the installer" in err and "setup.log" in err
     tree.calls()
-    assert tree.run("demo").returncode == 0
-    assert tree.calls() == []
-    assert tree.run("test").returncode == 0
-    assert tree.calls() == ["install"]
+    assert tree.calls("demo") == [] and tree.calls("test") == ["install"]
 
 
 def test_a_killed_set_up_is_made_again(tree: Tree) -> None:
@@ -138,45 +126,37 @@ def test_a_killed_set_up_is_made_again(tree: Tree) -> None:
     process.communicate()
     assert ".busy" in tree.names() and ".ready-core" not in tree.names()
     tree.calls()
-    again = tree.run("demo")  # waits for the installer that outlived its parent
-    assert again.returncode == 0 and "waiting" in again.stderr
-    assert tree.calls() == ["venv", "install"]
+    code, _, err = tree.run("demo")  # waits for the installer that outlived its parent
+    assert code == 0 and "waiting" in err and tree.calls() == ["venv", "install"]
 
 
 def test_two_at_once_install_once(tree: Tree) -> None:
     both = [tree.start("demo", FAKE_SECONDS="0.5") for _ in range(2)]
-    for process in both:
-        assert process.communicate(timeout=60)[0] == "ran -m emoe demo\n"
+    assert [process.communicate(timeout=60)[0] for process in both] == ["ran -m emoe demo\n"] * 2
     assert tree.calls() == ["venv", "install"]
 
 
 def test_only_a_change_of_requirements_installs_again(tree: Tree) -> None:
-    tree.run("test")
-    tree.calls()
-    project = tree.root / "pyproject.toml"
-    project.write_text(project.read_text() + "\n[tool.something]\nkey = 1\n")
-    tree.run("test")
-    assert tree.calls() == []
-    pins = tree.root / "constraints.txt"
-    pins.write_text(pins.read_text() + "some-package==1.0\n")
-    tree.run("demo")
-    assert tree.calls() == ["install"]
-    assert ".ready-test" not in tree.names()
+    tree.calls("test")
+    with (tree.root / "pyproject.toml").open("a") as project:
+        project.write("\n[tool.something]\nkey = 1\n")
+    assert tree.calls("test") == []
+    with (tree.root / "constraints.txt").open("a") as pins:
+        pins.write("some-package==1.0\n")
+    assert tree.calls("demo") == ["install"] and ".ready-test" not in tree.names()
 
 
 def test_a_foreign_folder_is_never_removed(tree: Tree) -> None:
     folder = tree.root.parent / "precious"
     folder.mkdir()
     (folder / "thesis.tex").touch()
-    result = tree.run("demo", EMOE_VENV=str(folder))
-    assert result.returncode == 1 and "EMOE_VENV" in result.stderr
-    assert (folder / "thesis.tex").exists()
+    code, _, err = tree.run("demo", EMOE_VENV=str(folder))
+    assert code == 1 and "EMOE_VENV" in err and (folder / "thesis.tex").exists()
 
 
 def test_python_without_venv_names_the_package(tree: Tree) -> None:
-    result = tree.run("demo", FAKE_ENSUREPIP="1")
-    assert result.returncode == 1
-    assert f"apt install python{VERSION}-venv" in result.stderr
+    code, _, err = tree.run("demo", FAKE_ENSUREPIP="1")
+    assert code == 1 and f"apt install python{VERSION}-venv" in err
 
 
 def test_old_python_is_refused_and_a_newer_one_found(tree: Tree) -> None:
@@ -187,12 +167,10 @@ def test_old_python_is_refused_and_a_newer_one_found(tree: Tree) -> None:
         (folder / name).chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     for system in ("0", "1"):
-        result = tree.run("demo", PYTHON="", PATH=path, EMOE_SYSTEM=system)
-        assert result.returncode == 1
-        assert "Python 3.11 or newer is needed (python3 is 3.9" in result.stderr
+        code, _, err = tree.run("demo", PYTHON="", PATH=path, EMOE_SYSTEM=system)
+        assert code == 1 and "Python 3.11 or newer is needed (python3 is 3.9" in err
     shutil.copy(tree.python, folder / "python3.12")
-    result = tree.run("demo", PYTHON="", PATH=path)
-    assert (result.returncode, result.stdout) == (0, "ran -m emoe demo\n"), result.stderr
+    assert tree.run("demo", PYTHON="", PATH=path)[:2] == (0, "ran -m emoe demo\n")
 
 
 def test_system_mode_passes_arguments_and_status(tree: Tree) -> None:
@@ -200,8 +178,7 @@ def test_system_mode_passes_arguments_and_status(tree: Tree) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()  # without it the package of the checkout would come first
     (package / "__main__.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
-    result = tree.run("emoe", "a b", "*", EMOE_SYSTEM="1", PYTHON=sys.executable)
-    assert (result.returncode, result.stdout) == (7, "['a b', '*']\n"), result.stderr
+    assert tree.run("emoe", "a b", "*", EMOE_SYSTEM="1", PYTHON=sys.executable)[:2] == (7, "['a b', '*']\n")
     assert not tree.venv.exists()
 
 

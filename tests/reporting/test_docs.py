@@ -39,10 +39,11 @@ def test_generated_blocks_are_current(capsys):
     assert main(["--root", str(ROOT), "--check"]) == 0, capsys.readouterr().out
 
 
-def test_blocks_are_made_anew(folder):
-    page, stale = render(PAGE + "The end.\n", folder)
+def test_blocks_are_made_anew_and_examples_of_markers_are_left_alone(folder):
+    example = "```\n<!-- generated:NAME -->\n```\nthe mark `<!-- generated:NAME -->` opens a block\n"
+    page, stale = render(PAGE + example, folder)
     assert page.startswith("# Title\n\n<!-- generated:toy-exact -->\n\n| 8-modes | of the exact law | NFE 1 |")
-    assert page.endswith("<!-- /generated:held-out-table -->\nThe end.\n") and stale == ["toy-exact", "held-out-table"]
+    assert page.endswith(f"<!-- /generated:held-out-table -->\n{example}") and stale == ["toy-exact", "held-out-table"]
     assert render(page, folder) == (page, []) and render(page.replace("92.80 %", "97.5 %"), folder)[1] == ["toy-exact"]
     # sqrt(91.8 * 8.2 / 2500) = 0.549 points
     assert "in 4 comparisons: 1.8 standard errors (VADD on 8-modes, seed 0, NFE 1: 92.80 % of 2,500 samples" in page
@@ -54,41 +55,37 @@ def test_blocks_without_numbers_name_the_command(tmp_path):
     assert "`emoe reproduce text --size text-tiny`" in BLOCKS["text-tiny-checks"](tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("\n<!-- generated:toy-exact -->\n", "line 2: .* does not pair up"),
-        ("<!-- /generated:toy-exact -->\n", "line 1: .* does not pair up"),
-        ("<!-- generated:toy-exact -->\n<!-- /generated:summary -->\n", "line 1: .* does not pair up"),
-        (block("toy-exact", "<!-- generated:summary -->\n"), "line 1: .* does not pair up"),
-        (block("toy-exakt"), "no block 'toy-exakt'; known: .*toy-exact"),
-    ],
-)
-def test_faulty_markers_are_refused(tmp_path, page, message):
-    with pytest.raises(BlockError, match=message):
+FAULTS = {
+    "\n<!-- generated:toy-exact -->\n": "line 2: .* does not pair up",
+    "<!-- /generated:toy-exact -->\n": "line 1: .* does not pair up",
+    "<!-- generated:toy-exact -->\n<!-- /generated:summary -->\n": "line 1: .* does not pair up",
+    block("toy-exact", "<!-- generated:summary -->\n"): "line 1: .* does not pair up",
+    block("toy-exakt"): "no block 'toy-exakt'; known: .*toy-exact",
+}
+
+
+@pytest.mark.parametrize("page", FAULTS)
+def test_faulty_markers_are_refused(tmp_path, page):
+    with pytest.raises(BlockError, match=FAULTS[page]):
         render(page, tmp_path)
-
-
-def test_examples_of_markers_are_left_alone(tmp_path):
-    page = "```\n<!-- generated:NAME -->\n```\nthe mark `<!-- generated:NAME -->` opens a block\n"
-    assert render(page, tmp_path) == (page, [])
 
 
 def test_the_command(folder, capsys):
     root, page = folder.parent, folder / "toy.md"
-    assert main(["--root", str(root)]) == 2 and "README.md" in capsys.readouterr().err
+    words = ["--root", str(root)]
+    assert main(words) == 2 and "README.md" in capsys.readouterr().err
     (root / "docs" / "deep").mkdir(parents=True)
     (root / "README.md").write_text(PAGE)
     (root / "docs" / "deep" / "page.md").write_text(block("toy-exact"))
     page.write_text("old")
-    assert main(["--root", str(root), "--check"]) == 1
+    assert main([*words, "--check"]) == 1
     out = capsys.readouterr().out
     assert "README.md: held-out-table is out of date" in out and "page.md: toy-exact is out of date" in out
     assert (root / "README.md").read_text() == PAGE and page.read_text() == "old"
-    assert main(["--root", str(root)]) == 0 and main(["--root", str(root), "--check"]) == 0
+    assert main(words) == 0 and main([*words, "--check"]) == 0
     assert page.read_text().startswith("**Validity (%)**")
     (root / "README.md").write_text(block("study"))
-    assert main(["--root", str(root)]) == 2 and "no block 'study'" in capsys.readouterr().err
+    assert main(words) == 2 and "no block 'study'" in capsys.readouterr().err
     (root / "research").mkdir()
     (root / "research" / "tables.py").write_text("BLOCKS = {'study': lambda folder: 'one-off'}")
-    assert main(["--root", str(root)]) == 0 and "one-off" in (root / "README.md").read_text()
+    assert main(words) == 0 and "one-off" in (root / "README.md").read_text()

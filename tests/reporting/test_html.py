@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -39,18 +38,6 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run folder with a training log that a crash cut, and an evaluation."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "experiment.json").write_text(json.dumps({"name": "toy-x", "seed": 0, "method": {"kind": "emoe"}}))
-    lines = [json.dumps({"step": step, "loss": 3.0 / step, "kl": 0.0}) for step in (1, 2, 3)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
-    results("toy").save(folder / "eval.json")
-    return folder
-
-
 def results(task: str) -> Results:
     versions = dict(commit="c0ffee", device="a GPU", torch="2", python="3")
     info = RunInfo(command=f"emoe {EVIL}", date="2025-01-01T00:00:00Z", wall_s=1, **versions)
@@ -64,6 +51,17 @@ def results(task: str) -> Results:
     return Results().add(info, rows, {"mine": {"label": EVIL, "colour": "#123abc"}})
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with a training log that a crash cut, and an evaluation."""
+    folder = tmp_path / "run"
+    results("toy").save(folder / "eval.json")
+    (folder / "experiment.json").write_text('{"name": "toy-x", "seed": 0, "method": {"kind": "emoe"}}')
+    lines = [f'{{"step": {step}, "loss": {3 / step}, "kl": 0.0}}' for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
+    return folder
+
+
 @pytest.mark.parametrize("task", ["toy", "of-ones-own"])
 def test_the_page_needs_nothing_else_and_all_text_is_escaped(task, run, tmp_path):
     picture = tmp_path / "a.png"
@@ -73,8 +71,8 @@ def test_the_page_needs_nothing_else_and_all_text_is_escaped(task, run, tmp_path
     assert [entry.name for entry in path.parent.iterdir()] == ["page.html"]
     text, page = path.read_text(), Page(path)
     assert "<script" not in text and text.count("&lt;script&gt;") >= 6 and EVIL in unescape(text)
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object"}
-    assert all("href" not in attrs and (attrs.get("src") or "data:").startswith("data:") for _, attrs in page.tags)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "a"}
+    assert all((attrs.get("src") or "data:").startswith("data:") for _, attrs in page.tags)
     policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs)
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     images = [str(attrs["src"]).partition(",") for tag, attrs in page.tags if tag == "img"]

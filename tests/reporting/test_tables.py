@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from emoe.console import console_table
-from emoe.reporting.cells import Line, Number, Stack, over, reported
-from emoe.reporting.grid import grid_note, metric_tables, sampled
-from emoe.reporting.render import html_table, markdown, markdown_table, plain, print_metrics
+from emoe.reporting.cells import Line, Number, over, reported
+from emoe.reporting.grid import metric_tables, sampled
+from emoe.reporting.render import html_table, markdown, plain, print_metrics
 from emoe.reporting.results import Results, ResultsError, Row, RunInfo
-from emoe.reporting.table import Table, build, mark_best, models
+from emoe.reporting.table import Table, build, models
 from emoe.reporting.ties import variant_of
-from emoe.reporting.toy import side_by_side, toy_page, toy_tables
+from emoe.reporting.toy import toy_page
 
 RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 
@@ -39,12 +39,7 @@ def cells(text: str, label: str) -> list[str]:
     return [cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in line.strip("|").split("|")][1:]
 
 
-def validity(*more: Row) -> str:
-    """The first table of validity, of 8-modes."""
-    return markdown_table(toy_tables(toy_results(*more), "validity")[0])
-
-
-def test_the_toy_table_has_the_papers_shape():
+def test_the_toy_page_has_the_papers_shape() -> None:
     text = toy_page(toy_results())
     assert text.index("**Validity (%)**") < text.index("**Overlap (%)**")
     assert "| Method | 8-modes, NFE 1 | 32 | Swiss-roll, NFE 1 | 32 |" in text
@@ -55,49 +50,45 @@ def test_the_toy_table_has_the_papers_shape():
     lines = [line.split("|")[1].strip() for line in text.splitlines()[4:9]]
     assert lines == ["MDLM", "VADD", "E-MoE", "ideal factorised", "real data"]
     assert "3 seeds (0, 1, 2); 3,000 samples each; *(italics)*: the paper; **bold**: best model of a column;" in text
-    assert validity().startswith("| 8-modes | NFE 1 | NFE 32 |")
+    assert "1 to 3 seeds (0, 1, 2)" in toy_page(toy_results(row("vadd", 90.0)))  # the note hides no missing seeds
+    alone = toy_page(Results().add(RUN, [row("mine", 88.0, recipe="demo-mine")]))
+    assert alone.endswith("Validity (%): 1 seed (0); 3,000 samples each.\n")
 
 
-def test_a_note_does_not_hide_missing_seeds():
-    assert "1 to 3 seeds (0, 1, 2)" in markdown(toy_tables(toy_results(row("vadd", 90.0)), "validity"))
-    note = grid_note([row("emoe", 88.0)], "validity", [Table(["", "NFE 1"], [["E-MoE", "88.0"]])])
-    assert note == "Validity (%): 1 seed (0); 3,000 samples each."
-
-
-def test_ablations_and_exact_laws_stay_out_of_the_main_row():
+def test_ablations_and_exact_laws_stay_out_of_the_main_row() -> None:
     others = [row("emoe", 1.0, recipe="toy-8modes-emoe method.route-tau=0", seed=s) for s in range(3)]
     others += [row("emoe", 1.0, recipe="demo-emoe"), row("data", 1.0, nfe=None, recipe="toy-9")]
     others += [row("emoe", 1.0, convention="exact", seed=s) for s in range(2)]
-    assert validity(*others) == validity()
+    assert toy_page(toy_results(*others)) == toy_page(toy_results())
     with pytest.raises(ResultsError, match="cannot tell the main recipe of mdlm from toy-8modes-mdlm, toy-other-mdlm"):
-        validity(row("mdlm", 1.0, recipe="toy-other-mdlm"))
+        toy_page(toy_results(row("mdlm", 1.0, recipe="toy-other-mdlm")))
 
 
-def test_unknown_methods_have_a_line_with_their_own_label():
-    results = toy_results(row("mine", 95.0)).add(RUN, [], {"mine": {"label": "My method", "colour": "#123abc"}})
-    tables = toy_tables(results, "validity")
-    assert cells(markdown_table(side_by_side(tables)), "My method") == ["**95.0**", "—", "—", "—"]
-    assert cells(validity(row("mine", 95.0)), "mine") == ["**95.0**", "—"]
-    page = html_table(tables[0], [results.colour(method) for method in tables[0].methods])
+def test_unknown_methods_have_a_line_with_their_own_label() -> None:
+    mine = {"mine": {"label": "My method", "colour": "#123abc"}}
+    results = toy_results(row("mine", 95.0))
+    assert cells(toy_page(results), "mine") == ["**95.0**", "—", "—", "—"]
+    assert cells(toy_page(results.add(RUN, [], mine)), "My method") == ["**95.0**", "—", "—", "—"]
+    table = metric_tables(sampled(results), "toy", "validity")[0]
+    page = html_table(table, results.colour)
     assert '<i class="key" style="background:#123abc"></i>My method</td><td class="best"><b>95.0</b>' in page
 
 
-def test_conventions_have_a_column_and_the_paper_a_line():
+def test_conventions_have_a_column_and_the_paper_a_line() -> None:
     named = [row("emoe", value, convention=name) for name, value in (("exact", 80.0), ("bound@4", 70.0))]
-    (table,) = metric_tables(Results().add(RUN, named), "toy", "validity")
-    text = markdown_table(table)
-    assert text.splitlines()[0] == "| 8-modes | Convention | NFE 1 |"
+    text = markdown(metric_tables(Results().add(RUN, named), "toy", "validity"))
+    assert "| 8-modes | Convention | NFE 1 |" in text
     assert "| E-MoE | bound@4 | 70.0" in text and "| E-MoE | exact | **80.0**" in text
     assert "| E-MoE | paper | —<br>*(94.4)* |" in text and "| VADD | paper | —<br>*(91.8)* |" in text
 
 
 @pytest.mark.parametrize("recipe", ["demo-emoe", "toy-8modes-emoe train.steps=50"])
-def test_the_paper_stays_away_from_changed_recipes(recipe):
-    text = markdown(toy_tables(Results().add(RUN, [row("emoe", 80.0, recipe=recipe)]), "validity"))
+def test_the_paper_stays_away_from_changed_recipes(recipe: str) -> None:
+    text = toy_page(Results().add(RUN, [row("emoe", 80.0, recipe=recipe)]))
     assert "*(" not in text and "80.0" in cells(text, "E-MoE")[0]
 
 
-def test_lines_of_models_name_what_was_changed_in_one_recipe_but_not_in_all():
+def test_lines_of_models_name_what_was_changed_in_one_recipe_but_not_in_all() -> None:
     rows = [row("emoe", 1.0, recipe="toy-a-emoe lr=1 steps=5"), row("mdlm", 1.0, recipe="toy-a-mdlm steps=5")]
     rows.append(row("x", 2.0))
     assert [line.labels for line in models(Results().add(RUN, rows[:2]))] == [("MDLM",), ("E-MoE lr=1",)]
@@ -106,47 +97,39 @@ def test_lines_of_models_name_what_was_changed_in_one_recipe_but_not_in_all():
     assert [line.paper for line in lines] == ["", "8-modes"]
 
 
-def test_the_best_of_a_column():
-    rows = [
-        ["a", "1.0", "3.0 ±0.1", "5"],
-        ["b", "2.00", "3.0\n*(9)*", "—"],
-        ["ref", "9", "9", "9"],
-        ["c", "—", "1.0", "—"],
-    ]
-    best = {
-        "high": {(1, 1): "**2.00**", (0, 2): "**3.0** ±0.1", (1, 2): "**3.0**\n*(9)*"},
-        "low": {(0, 1): "**1.0**", (3, 2): "**1.0**"},
+def test_the_best_of_a_column() -> None:
+    rows = {"a": "1.0 | 3.0 ±0.1 | 5", "b": "2.00 | 3.0\n*(9)* | —", "ref": "9 | 9 | 9", "c": "— | 1.0 | —"}
+    marked = {
+        "high": {"a": "1.0 | **3.0** ±0.1 | 5", "b": "**2.00** | **3.0**\n*(9)* | —"},
+        "low": {"a": "**1.0** | 3.0 ±0.1 | 5", "c": "— | **1.0** | —"},
         None: {},
     }
-    for better, changed in best.items():
-        marked = [list(cells) for cells in rows]
-        mark_best(marked, 1, better, {2})
-        places = [(r, c) for r in range(4) for c in range(4)]
-        assert {(r, c): marked[r][c] for r, c in places if marked[r][c] != rows[r][c]} == changed
+    lines = [Line((name,), reference=name == "ref") for name in rows]
+    columns = [(f"{i}", lambda line, i=i: rows[line.labels[0]].split(" | ")[i]) for i in range(3)]
+    for better, changed in marked.items():
+        (table,) = build(["x"], lines, columns, better=better)
+        assert {name: " | ".join(cells) for name, *cells in table.rows} == rows | changed
 
 
-def test_cells_are_written_from_rows():
+def test_cells_are_written_from_rows() -> None:
     rows = [row("emoe", 1.5, stderr=0.25), row("emoe", 2.5, metric="entropy")]
     line = Line(("E-MoE",), rows, "emoe", paper="8-modes")
     assert Number("validity")(line) == "1.5" and Number("validity", measured=True, plain=True)(line) == "1.5 ±0.2"
     assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
+    assert Number("validity", form="+")(line) == "+1.5"
     assert Number("validity", spread="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
-    stack = Stack([Number("validity"), Number("entropy", prefix="H ")], "{:.1f}")
+    stack = Number("validity", below=[Number("entropy", prefix="H ")], paper="{:.1f}")
     assert [cell(line) for _, cell in over("nfe", "{}", (1, 2), stack)] == ["1.5\nH 2.50\n*(94.4)*", "—"]
 
 
-def test_markdown_cells_cannot_break_the_table():
-    text = markdown_table(Table(["a", "b"], [["x|y", "1\n2"]]))
-    assert text == "| a | b |\n|---|---:|\n| x\\|y | 1<br>2 |"
-
-
-def test_notes_explain_italics_only_where_there_are_some():
+def test_notes_explain_italics_only_where_there_are_some() -> None:
     lines, note = [Line(("x",), [row("emoe", 1.0)], "emoe", paper="8-modes")], "One.\n*Italics*: them.\nTwo."
     for cell, shown in ((Number("validity"), "One. Two."), (reported("validity", ".1f"), "One. *Italics*: them. Two.")):
         assert build(["a"], lines, over("nfe", "{}", [1], cell), note)[0].note == shown
 
 
-def test_tables_on_the_terminal(capsys):
+def test_markdown_and_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert markdown([Table(["a", "b"], [["x|y", "1\n2"]])]) == "| a | b |\n|---|---:|\n| x\\|y | 1<br>2 |\n"
     print_metrics(sampled(toy_results()), "toy", ["overlap"])
     out = capsys.readouterr().out
     assert out.count("Overlap (%)") == 2 and "8-modes" in out and "78.0* ±0.6" in out
@@ -156,12 +139,11 @@ def test_tables_on_the_terminal(capsys):
     assert "long enough to be cut " * 8 in drawn and "[x]" in drawn and "(2)" in drawn
 
 
-def test_variants_of_ties_under_present_names_and_those_of_schema_1():
+def test_variants_of_ties_under_present_names_and_those_of_schema_1() -> None:
     names = {
         "ties-emoe-wake-sleep method.compare.credit=row domain.length=8": ("wake-sleep-row", {}),
-        "ties-emoe-plus method.credit=row backbone.depth=4": ("wake-sleep-row", {}),
         "ties-emoe-plus method.carriers=all train.steps=5": ("all-carry", {"train.steps": "5"}),
-        "ties-emoe-plus": ("plus", {}),
+        "ties-emoe-plus backbone.depth=4": ("plus", {}),
         "ties-emoe method.carriers=all": ("paper", {"method.carriers": "all"}),
     }
     assert {name: variant_of(name) for name in names} == names

@@ -10,16 +10,16 @@ import importlib
 import sys
 
 COMMANDS = {  # name: (module, function of words, help)
-    "list": ("listing", "main", "show the recipes, or the fields of one"),
+    "list": ("train", "list_recipes", "show the recipes, or the fields of one"),
     "train": ("train", "main", "train a recipe, every field overridable"),
-    "sample": ("sample", "main", "draw samples from a trained run, or complete given rows, images and text"),
-    "eval": ("evaluate", "main", "measure a trained run over numbers of steps (NFE)"),
-    "verify": ("verify", "main", "check a run, or random tiny models, against exact laws"),
+    "sample": ("sample", "sample", "draw samples from a trained run, or complete given rows, images and text"),
+    "eval": ("evaluate", "evaluate", "measure a trained run over numbers of steps (NFE)"),
+    "verify": ("evaluate", "verify", "check a run, or random tiny models, against exact laws"),
     "sweep": ("reproduce", "sweep", "search over settings: many small runs at once, ranked in a table"),
     "reproduce": ("reproduce", "main", "run a table of the paper from end to end"),
     "data": ("data", "main", "download and check MNIST, or turn text into rows of tokens"),
-    "release": ("release", "main", "export the weights of finished runs as a model to be opened by name"),
-    "report": ("report", "main", "write an HTML report from results or runs"),
+    "release": ("train", "release", "export the weights of finished runs as a model to be opened by name"),
+    "report": ("evaluate", "report", "write an HTML report from results or runs"),
     "demo": ("reproduce", "demo", "train three methods in minutes and show the difference"),
 }
 
@@ -29,8 +29,6 @@ def run(command: str, words: list[str]) -> int:
     module, function, _ = COMMANDS[command]
     try:
         return int(getattr(importlib.import_module(f"emoe.commands.{module}"), function)(words))
-    except BrokenPipeError:
-        raise
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
         if message is None:
@@ -41,16 +39,12 @@ def run(command: str, words: list[str]) -> int:
 
 
 def explain(error: BaseException) -> tuple[str | None, int]:
-    """Message and exit code of an error; no message where the program is at fault."""
-    from emoe.config import ConfigError
-
-    if isinstance(error, ConfigError):
-        return str(error), 2
+    """Message and exit code of an error; no message where the program is at fault, or the reader of a pipe is gone."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
     if code := getattr(error, "exit_code", 0):
         return str(error), int(code)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         path = f"{error.filename}: " if error.filename else ""
         return f"{path}{error.strerror or error}; give a path that exists and is writable, or free space", 5
     # torch has no type of its own for memory that a CPU lacks.

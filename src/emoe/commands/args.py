@@ -17,21 +17,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
+import itertools
 import re
 import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from textwrap import dedent
-from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from emoe.commands.settings import FIELDS, field_names, split_settings
 from emoe.commands.values import Range, read, unwrap
-from emoe.overrides import as_text, field_hint
+from emoe.config import ConfigError
+from emoe.overrides import as_text, field_hint, paths
 
-T = TypeVar("T")
 SEVERAL, REPEATED = "several words", "given several times"
 INJECTED = ("settings", "command")
+FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
 COMMON = {
     "data_root": "folder with data files (MNIST); default: EMOE_DATA, then ./data",
     "device": "auto, cpu, cuda, cuda:N",
@@ -41,40 +43,33 @@ COMMON = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations. Examples end the help; an error is a line with a suggestion and exits with 2."""
+    """argparse whose help ends with examples as they are typed, and whose errors are one line."""
 
-    def __init__(self, prog: str, description: str, examples: Sequence[str]):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.examples = examples
+    examples: Sequence[str] = ()
 
     def format_help(self) -> str:
-        """The usual help, then the examples as they are typed."""
         return super().format_help() + "".join(f"{line}\n" for line in self.examples)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: str, fields: Sequence[str]) -> NoReturn:
         """Exit because of an unknown argument; `fields` are settings that it may have meant."""
         name = unknown.partition("=")[0]
-        flags = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
         self.error(f"unknown argument {name!r}{field_hint(name[2:], [*flags, *fields]) if name[:2] == '--' else ''}")
 
-    def error(self, message: str) -> NoReturn:
-        """Print the error and where help is."""
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
 
-
-class Command(Generic[T]):
+class Command:
     """A function or dataclass with its parser; called with words, it calls the function.
 
-    Args:
-        name: As it is typed, such as `emoe train`.
-        target: The function or dataclass.
-        doc: Its docstring, if it is another one.
+    `name` is as it is typed, such as `emoe train`; `doc` is the docstring, if it is not that of `target`.
     """
 
-    def __init__(self, name: str, target: Callable[..., T], doc: str | None = None):
+    def __init__(self, name: str, target: Callable[..., Any], doc: str | None = None):
         description, helps, examples = read_docstring(inspect.cleandoc(doc or target.__doc__ or ""))
-        self.name, self.target, self.parser = name, target, Parser(name, description, examples)
+        self.name, self.target, self.parser = name, target, Parser(name, description=description, allow_abbrev=False)
+        self.parser.examples = examples
         parameters = inspect.signature(target).parameters
         self.injected = [key for key in INJECTED if key in parameters]
         self.annotations = {k: v for k, v in get_type_hints(target, include_extras=True).items() if k in parameters}
@@ -99,37 +94,43 @@ class Command(Generic[T]):
         shown = "" if required else as_text(parameter.default)
         if "default" not in text and shown not in ("none", "false", ""):
             text += f" (default {shlex.quote(shown)})"
-        options = {"help": text.replace("%", "%%")} | _words(kind, extras, positional=positional, required=required)
-        if kind is not bool:
+        options: dict[str, Any] = {"help": text.replace("%", "%%")}
+        if kind is bool:
+            options |= {"action": "store_true", "default": None}
+        else:
             options["metavar"] = f"{{{','.join(get_args(kind))}}}" if get_origin(kind) is Literal else metavar or None
+        if REPEATED in extras:
+            options["action"] = "append"
+        elif SEVERAL in extras or (positional and get_origin(kind) is tuple):
+            options |= {"action": "extend", "nargs": "+" if required or not positional else "*"}
+        elif positional and not required:
+            options["nargs"] = "?"
         if positional:
             self.parser.add_argument(name, **options)
             return
-        self.parser.add_argument(f"--{_label(name)}", required=required, **options)
-        self.valued |= set() if kind is bool else {f"--{_label(name)}"}
+        action = self.parser.add_argument(f"--{_label(name)}", required=required, **options)
+        self.valued |= set() if kind is bool else {*action.option_strings}
         for alias in (extra for extra in extras if str(extra).startswith("--")):
             self.parser.add_argument(alias, dest=name, **options | {"help": argparse.SUPPRESS})
 
-    def __call__(self, words: list[str]) -> T:
-        """Call the function with the arguments of a command line."""
+    def __call__(self, words: list[str]) -> Any:
         return self.target(**self.parse(words))
 
     def parse(self, words: list[str]) -> dict[str, Any]:
-        """The arguments that are given, by parameter.
-
-        Raises:
-            ConfigError: A value that is not allowed.
-            SystemExit: An unknown or missing argument, or --help.
-        """
-        rest, values = words, dict[str, Any](command=shlex.join([*self.name.split(), *words]))
+        """The arguments that are given, by parameter; an unknown or missing one, or --help, exits."""
         # With a recipe there are also settings without a dot, such as `--seed`, unless they are options.
         fields = [name for name in FIELDS if name not in self.annotations] if "recipe" in self.annotations else []
+        values: dict[str, Any] = {}
+        if "command" in self.injected:
+            values["command"] = shlex.join([*self.name.split(), *words])
         if "settings" in self.injected:
-            rest, values["settings"] = split_settings(words, fields, valued=self.valued)
-        args, unknown = self.parser.parse_known_args(rest)
+            words, values["settings"] = split_settings(words, fields, valued=self.valued)
+        args, unknown = self.parser.parse_known_args(words)
         if unknown:
-            self.parser.refuse(unknown[0], field_names(args.recipe) if fields else ())
-        values = {name: values[name] for name in self.injected}
+            from emoe.recipes import get_recipe
+
+            known = [path.replace("_", "-") for path, *_ in paths(get_recipe(args.recipe))] if fields else ()
+            self.parser.refuse(unknown[0], known)
         for name, annotation in self.annotations.items():
             given = getattr(args, name.rstrip("_"), None)
             if given is not None:
@@ -137,15 +138,9 @@ class Command(Generic[T]):
         return values
 
 
-def _words(kind: Any, extras: Sequence[Any], *, positional: bool, required: bool) -> dict[str, Any]:
-    """How argparse reads the words of a parameter."""
-    if kind is bool:
-        return {"action": "store_true", "default": None}
-    if REPEATED in extras:
-        return {"action": "append"}
-    if SEVERAL in extras or (positional and get_origin(kind) is tuple):
-        return {"action": "extend", "nargs": "+" if required or not positional else "*"}
-    return {"nargs": "?"} if positional and not required else {}
+def command(name: str) -> Callable[[Callable[..., Any]], Command]:
+    """Make a command of a function: `@command("emoe train")`."""
+    return functools.partial(Command, name)
 
 
 def _label(name: str) -> str:
@@ -162,3 +157,42 @@ def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], list[str
     helps |= {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
     examples = [f"  {line}".rstrip() for line in sections.get("Examples", "").rstrip().splitlines()]
     return " ".join(description.split()), helps, ["", "examples:", *examples] if examples else []
+
+
+def split_settings(
+    words: Sequence[str], fields: Collection[str] = (), *, valued: Collection[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Take the settings `--a.b value`, `--a.b=value` and `a.b=value` out of the words.
+
+    `fields` are settings that have no dot, such as `seed`, `valued` options whose next word is always their value.
+    """
+    rest, settings, queue = list[str](), dict[str, str](), iter(words)
+    for word in queue:
+        name, equals, value = word.partition("=")
+        field = name.removeprefix("--")
+        is_flag = word.startswith("--") and ("." in field or field in fields)
+        if word in valued:
+            rest += [word, *itertools.islice(queue, 1)]
+        elif is_flag or (equals and re.fullmatch(r"\w[\w-]*(\.[\w-]+)+", name)):  # a path is no field
+            settings[field] = value if equals else next(queue, "--")
+            if not equals and settings[field].startswith("--"):
+                raise ConfigError([f"{field}: a value is missing; write --{field} VALUE"])
+        else:
+            rest.append(word)
+    return rest, settings
+
+
+@contextmanager
+def with_data_root(settings: Mapping[str, str], folder: str | None) -> Iterator[Mapping[str, str]]:
+    """The settings with `--data-root` as the domain's root, and an error that names it where the domain has none."""
+    if folder is None:
+        yield settings
+        return
+    if "domain.root" in settings:
+        raise ConfigError(["data-root: is the same as --domain.root; give one of them"])
+    try:
+        yield {**settings, "domain.root": folder}
+    except ConfigError as error:
+        lost = "data-root: the data of this run come from no such folder; leave it out"
+        wrong = "domain.root: no such field"
+        raise ConfigError([lost if line.startswith(wrong) else line for line in error.problems]) from None

@@ -9,18 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
-from emoe.commands.args import SEVERAL, Command
+from emoe.commands import args
 from emoe.config import ConfigError, hint
 from emoe.console import Progress, Tick, meter
 
 
 def main(words: list[str]) -> int:
     """Fetch data; `emoe data prepare` has options of its own."""
-    if words[:1] == ["prepare"]:
-        return Command("emoe data prepare", prepare)(words[1:])
-    return Command("emoe data", fetch)(words)
+    return int(prepare(words[1:]) if words[:1] == ["prepare"] else fetch(words))
 
 
+@args.command("emoe data")
 def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> int:
     """Fetch or prepare data.
 
@@ -43,33 +42,32 @@ def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> in
     if files.is_complete(folder):
         print(f"{folder}: all {total} files of MNIST are there and checked; nothing to download")
         return 0
-    sizes: dict[str, int] = {}
-    bars: list[Progress] = []
+    bars: dict[str, Progress] = {}
     with ExitStack() as stack:
 
         def show(name: str, size: int, whole: int) -> None:
-            if name not in sizes:
+            if name not in bars:
                 stack.close()
-                bars.append(stack.enter_context(Progress(whole // 1000, label=f"{name} (kB)", quiet=quiet)))
-            sizes[name] = size
-            bars[-1].update(size // 1000)
+                bars[name] = stack.enter_context(Progress(whole // 1000, label=f"{name} (kB)", quiet=quiet))
+            bars[name].update(size // 1000)
             if size >= whole:
-                bars[-1].log(size // 1000)
+                bars[name].log(size // 1000)
 
         files.download_mnist(folder, on_progress=show)
-    size = sum(sizes.values()) / 1e6
-    print(f"{folder / 'mnist'}: {len(sizes)} files downloaded ({size:.1f} MB), all {total} checked")
+    size = sum(bar.total for bar in bars.values()) / 1000
+    print(f"{folder / 'mnist'}: {len(bars)} files downloaded ({size:.1f} MB), all {total} checked")
     if data_root:
         print(f"next: emoe train ... --data-root {shlex.quote(data_root)}, or export EMOE_DATA to name it once")
     return 0
 
 
+@args.command("emoe data prepare")
 def prepare(
     inputs: tuple[Path, ...] = (),
     *,
-    train: Annotated[tuple[Path, ...], SEVERAL] = (),
-    valid: Annotated[tuple[Path, ...], SEVERAL] = (),
-    test: Annotated[tuple[Path, ...], SEVERAL] = (),
+    train: Annotated[tuple[Path, ...], args.SEVERAL] = (),
+    valid: Annotated[tuple[Path, ...], args.SEVERAL] = (),
+    test: Annotated[tuple[Path, ...], args.SEVERAL] = (),
     out: Path,
     tokenizer: Path,
     split: tuple[float, ...] | None = None,

@@ -1,19 +1,17 @@
-"""`emoe eval`: samples of trained runs over NFE, and named likelihoods."""
+"""`emoe eval`: samples and likelihoods of runs; `emoe verify`: checks against exact laws; `emoe report`: a page."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from emoe.commands.args import Command
-from emoe.commands.report import read_results
+from emoe.commands import args
 from emoe.commands.sample import sampling
-from emoe.commands.settings import with_data_root
 from emoe.commands.values import Range, Rows, Seed
 from emoe.config import ConfigError
 from emoe.console import console_table, meter
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from emoe.types import Likelihood
 
 
+@args.command("emoe eval")
 def evaluate(
     runs: tuple[str, ...],
     *,
@@ -63,28 +62,39 @@ def evaluate(
         emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500
         emoe eval runs/news --eval-lm models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it
     """
-    asked = None if likelihood is None else parse_likelihoods(likelihood.split())
-    from emoe.evaluation.measure import described
+    from emoe.evaluation.likelihood import passes
+    from emoe.evaluation.measure import described, exact_rows, measure_likelihoods
+    from emoe.exact.laws import law_work
     from emoe.reporting.provenance import describe_machine
     from emoe.reporting.results import Results, RunInfo, record
     from emoe.runs.train import load_run
+    from emoe.types import Likelihood
 
-    everything = Results()
-    likelihoods: dict[Likelihood, None] = {}
+    try:
+        asked = [Likelihood.parse(word) for word in (likelihood or "").split() if word != "none"]
+    except ValueError as error:
+        raise ConfigError([f"likelihood: {error}"]) from None
+    everything, likelihoods = Results(), dict[Likelihood, None]()
     for folder in runs:
         began = time.monotonic()
-        with with_data_root(settings, data_root) as fields:
+        with args.with_data_root(settings, data_root) as fields:
             run = load_run(folder, device=device, settings=fields)
         files = [path for path in (run.eval_file, results) if path is not None]
         for path in files:
             read_results(path)  # a file that cannot be merged into is refused before the work
-        names = parse_likelihoods(run.method.likelihoods()) if asked is None else asked
+        names = [Likelihood.parse(name) for name in run.method.likelihoods()] if likelihood is None else asked
         likelihoods |= dict.fromkeys(names)
         # What can be refused is opened and computed before anything is drawn.
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
-        measured = law_rows(run, nfe or run.experiment.eval.nfe) if exact else []
-        measured += sample_rows(run, nfe or run.experiment.eval.nfe, samples, seed, lm)
-        measured += likelihood_rows(run, names, rows, seed) if names else []
+        measured: list[Row] = []
+        trained, steps = (run.method, run.domain, run.experiment), nfe or run.experiment.eval.nfe
+        if exact:
+            with meter(law_work(run.method, steps), f"exact law of {run.path}") as tick:
+                measured += exact_rows(*trained, steps, tick=tick)
+        measured += sample_rows(run, steps, samples, seed, lm)
+        if names:
+            with meter(sum(map(passes, names)), f"likelihoods of {run.path}") as tick:
+                measured += measure_likelihoods(*trained, names, rows=rows, seed=seed, tick=tick)
         info = RunInfo(command=command, wall_s=round(time.monotonic() - began, 1), **describe_machine(run.device))
         methods = described(run.method, run.experiment)
         everything.add(info, measured, methods)
@@ -93,28 +103,27 @@ def evaluate(
     if json:
         print(dumps([vars(row) for row in everything.rows], indent=1))
     else:
-        show(everything, list(likelihoods))
+        show(everything, likelihoods)
     return 0
 
 
-def parse_likelihoods(names: Sequence[str]) -> list[Likelihood]:
-    """Likelihoods by their names; `none` is none."""
-    from emoe.types import Likelihood
+def read_results(path: Path) -> Results:
+    """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
+    from emoe.reporting.results import Results, ResultsError
 
     try:
-        return [] if list(names) == ["none"] else list(map(Likelihood.parse, names))
-    except ValueError as error:
-        raise ConfigError([f"likelihood: {error}"]) from None
+        return Results.load(path) if path.exists() else Results()
+    except ResultsError as error:
+        raise ConfigError(str(error).splitlines()) from None
 
 
 def text_lm(run: Run, folder: str, device: str) -> EvalLM:
     """An evaluation LM that reads the tokens of a run on text."""
     from emoe.domains.text.data import Text
+    from emoe.evaluation.eval_lm import open_eval_lm
 
     if not isinstance(run.domain, Text):
         raise ConfigError([f"eval-lm: {run.path} was not trained on text; leave it out"])
-    from emoe.evaluation.eval_lm import open_eval_lm
-
     lm = open_eval_lm(folder, device=device)
     lm.encode(run.domain, run.domain.test_rows[:1].long())
     return lm
@@ -122,6 +131,7 @@ def text_lm(run: Run, folder: str, device: str) -> EvalLM:
 
 def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | None, lm: EvalLM | None) -> list[Row]:
     """Measures of samples at each NFE; with an evaluation LM also their perplexity and that of held-out rows."""
+    from emoe.evaluation.gen_ppl import score
     from emoe.evaluation.likelihood import held_out_rows
     from emoe.evaluation.measure import measure_samples, row
 
@@ -132,8 +142,6 @@ def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | N
         rows = measure_samples(run.method, domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=keep)
     if lm is None:
         return rows
-    from emoe.evaluation.gen_ppl import score
-
     held_out = score(lm, domain, held_out_rows(domain, None, 0)).perplexity("judge_ppl")
     shown = f"{held_out.value:.2f} of {held_out.n:,} held-out rows of {domain.name}"
     print(f"evaluation LM {lm.name}: perplexity {shown}", file=sys.stderr)
@@ -141,26 +149,7 @@ def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | N
     return rows + [row(item, domain, run.experiment, nfe=calls, convention="paper") for calls, item in items]
 
 
-def likelihood_rows(run: Run, names: Sequence[Likelihood], rows: int | None, seed: int | None) -> list[Row]:
-    """Named likelihoods, with progress."""
-    from emoe.evaluation import likelihood, measure
-
-    with meter(sum(map(likelihood.passes, names)), f"likelihoods of {run.path}") as tick:
-        return measure.measure_likelihoods(
-            run.method, run.domain, run.experiment, names, rows=rows, seed=seed, tick=tick
-        )
-
-
-def law_rows(run: Run, nfe: Sequence[int]) -> list[Row]:
-    """Measures of the exact law of a toy run, with progress; a law that is too large is refused."""
-    from emoe.evaluation.measure import exact_rows
-    from emoe.exact.laws import law_work
-
-    with meter(law_work(run.method, nfe), f"exact law of {run.path}") as tick:
-        return exact_rows(run.method, run.domain, run.experiment, nfe, tick=tick)
-
-
-def show(results: Results, likelihoods: Sequence[Likelihood]) -> None:
+def show(results: Results, likelihoods: Iterable[Likelihood]) -> None:
     """Print a table for each metric over NFE, and one of the likelihoods, which belong to no NFE."""
     from emoe.reporting.render import print_metrics
 
@@ -183,4 +172,79 @@ def show(results: Results, likelihoods: Sequence[Likelihood]) -> None:
         console_table(header, lines)
 
 
-main = Command("emoe eval", evaluate)
+@args.command("emoe verify")
+def verify(
+    run: str | None = None, *, method: str | None = None, seed: Seed = 0, device: str = "cpu", json: bool = False
+) -> int:
+    """Check a trained run, or random tiny models of each method, against laws computed by enumeration.
+
+    Probabilities, samplers, bounds and KL. Exits 1 if a check fails.
+
+    Args:
+        run: run folder of a model small enough to enumerate (the toy); else tiny ones
+        method: only this kind of tiny model, such as mdlm, vadd or emoe
+        seed: seed of models and draws
+
+    Examples:
+        emoe verify
+        emoe verify runs/toy
+        emoe verify --method emoe --seed 3
+    """
+    import torch
+
+    from emoe.exact import checks
+    from emoe.runs.train import load_run
+
+    if run is not None:
+        opened = load_run(run, device=device)
+        cases = {run: (opened.method, opened.domain.fresh(20, seed))}
+    else:
+        rows = torch.cartesian_prod(*[torch.arange(2)] * 2)
+        cases = {f"tiny {kind}": (tiny, rows) for kind, tiny in checks.tiny_methods(method, seed).items()}
+    lines: list[dict[str, Any]] = []
+    for name, (model, rows) in cases.items():
+        for check in checks.verify(model, rows, seed=seed):
+            lines.append({"model": name, "check": check.name, "passed": check.passed, "seen": check.seen})
+            if not json:
+                print(f"{name}: {check.name}: {'ok' if check.passed else 'FAILED'} ({check.seen})", flush=True)
+    passed = sum(line["passed"] for line in lines)
+    print(dumps(lines, indent=1) if json else f"{passed} of {len(lines)} checks passed")
+    return int(passed < len(lines))
+
+
+@args.command("emoe report")
+def report(
+    results: Path = Path("results/toy.json"),
+    *,
+    out: Path | None = None,
+    picture: Annotated[tuple[Path, ...], args.REPEATED] = (),
+    run: Annotated[tuple[Path, ...], args.REPEATED] = (),
+    title: str = "E-MoE results",
+) -> int:
+    """Write a self-contained HTML report from a results file or a run folder that was evaluated.
+
+    Args:
+        results: results file or run folder
+        out: where the report goes; default: beside the results, ending in .html
+        picture: an image to show; may be given several times
+        run: a run folder whose curves are shown; may repeat
+        title: heading
+
+    Examples:
+        emoe report results/toy.json --run runs/a --picture results/figures/toy-summary.png
+    """
+    if (results / "experiment.json").exists():
+        run, results = (results, *run), results / "eval.json"
+    origin = f"emoe eval {results.parent}" if results.name == "eval.json" else "emoe reproduce toy"
+    problems = [f"results: {results} does not exist; make it with: {origin}"] * (not results.exists())
+    problems += [f"picture: {path} does not exist" for path in picture if not path.is_file()]
+    problems += [f"run: {path} is no run folder" for path in run if not (path / "experiment.json").exists()]
+    if problems:
+        raise ConfigError(problems)
+    from emoe.reporting.html import write_page
+
+    out = out or results.with_suffix(".html")
+    captions = {path: path.stem.replace("-", " ") for path in picture}
+    write_page(out, title, read_results(results), pictures=captions, runs=run)
+    print(out)
+    return 0

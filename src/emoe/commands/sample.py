@@ -9,20 +9,18 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from emoe.commands.args import SEVERAL, Command
-from emoe.commands.settings import with_data_root
+from emoe.commands import args
 from emoe.commands.values import Rows, Seed, Steps
 from emoe.config import ConfigError
 from emoe.console import meter, tick_calls
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from emoe.runs.run import Run
 
 PICTURED = 1_000  # rows of real data beside samples in a picture
 
 
+@args.command("emoe sample")
 def sample(
     run: str,
     *,
@@ -31,8 +29,8 @@ def sample(
     seed: Seed = 0,
     out: str | None = None,
     picture: Path | None = None,
-    given: Annotated[tuple[str, ...], SEVERAL] = (),
-    continue_: Annotated[tuple[str, ...], SEVERAL] = (),
+    given: Annotated[tuple[str, ...], args.SEVERAL] = (),
+    continue_: Annotated[tuple[str, ...], args.SEVERAL] = (),
     keep: str | None = None,
     ink: Literal["auto", "dark", "light"] = "auto",
     data_root: str | None = None,
@@ -79,7 +77,7 @@ def sample(
     from emoe.runs.completion import check_beginnings, prepare
     from emoe.runs.train import load_run
 
-    with with_data_root(settings, data_root) as fields:
+    with args.with_data_root(settings, data_root) as fields:
         opened = load_run(run, device=device, settings=fields)
     nfe = nfe or opened.default_nfe
     outcome: dict[str, Any] = {"nfe": nfe}
@@ -101,26 +99,20 @@ def sample(
         outcome["given"] = masked.where(completion.kept, -1).tolist()
         if picture:
             completion.picture(picture)
-    show(samples, opened, outcome, out, json=json)
-    return 0
-
-
-def show(samples: Tensor, run: Run, outcome: dict[str, Any], out: str | None, *, json: bool) -> None:
-    """Write samples into a file, or print them: as text where the domain has words for them."""
-    domain = run.experiment.domain
+    domain = opened.experiment.domain
     if out:
         import numpy as np
 
-        out = out if out.endswith(".npy") else f"{out}.npy"
-        np.save(out, samples.numpy())
-        print(f"{out}: {len(samples)} rows, NFE {outcome['nfe']}", file=sys.stderr)
-        outcome["out"] = out
+        outcome["out"] = out if out.endswith(".npy") else f"{out}.npy"
+        np.save(outcome["out"], samples.numpy())
+        print(f"{outcome['out']}: {len(samples)} rows, NFE {nfe}", file=sys.stderr)
     elif json:
         outcome |= {"samples": samples.tolist()} | ({"text": domain.write(samples)} if domain.has_words else {})
     else:
         print("\n".join(domain.write(samples)))
     if json:
         print(dumps(outcome))
+    return 0
 
 
 @contextmanager
@@ -129,6 +121,3 @@ def sampling(run: Run, rows: int, nfe: Sequence[int], label: str, *, quiet: bool
     calls = sum(nfe) * -(-rows // run.experiment.eval.batch)
     with meter(calls, label, quiet=quiet) as tick, tick_calls(run.method.backbone, tick):
         yield
-
-
-main = Command("emoe sample", sample)

@@ -39,9 +39,6 @@ def read(name: str, annotation: Any, words: str | list[str]) -> Any:
     """The value of an argument: of type int, float, str, Path, Literal, or a tuple of them.
 
     A tuple is a word with commas (`1,2,4`), or a list of its elements. `name` is for errors.
-
-    Raises:
-        ConfigError: A value that is not allowed.
     """
     kind, extras = unwrap(annotation)
     several = get_origin(kind) is tuple

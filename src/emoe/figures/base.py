@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 120
 REFERENCE = "0.4"  # colour of lines that are no method: real data, the ideal factorised chain
+LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
 CYCLE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948", "#ff9da7", "#79706e")
 
 
@@ -25,16 +26,6 @@ def canvas(width: float, height: float, *, title: str = "", dpi: int = DPI) -> F
     if title:
         figure.suptitle(title, fontsize=10)
     return figure
-
-
-def legend_below(figure: Figure) -> None:
-    """One legend for all panels, below them; equal labels appear once."""
-    entries = dict(pair[::-1] for axis in figure.axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
-    if entries:
-        columns = min(6, len(entries))
-        figure.legend(
-            [*entries.values()], [*entries], loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-        )  # fmt: skip
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emoe.figures.base import CYCLE, REFERENCE, canvas, legend_below
+from emoe.figures.base import CYCLE, LEGEND, REFERENCE, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,25 +47,24 @@ def draw(panels: Sequence[Sequence[Panel]], *, width: float = 4.0, height: float
     figure = canvas(width * columns, height * len(panels) + 0.3)
     axes = figure.subplots(len(panels), columns, squeeze=False)
     for line, row in zip(axes, panels, strict=True):
-        for axis, panel in itertools.zip_longest(line, row):
-            if panel is None:
-                axis.set_axis_off()
-            else:
-                _draw_panel(axis, panel)
-    legend_below(figure)
+        for axis in line[len(row) :]:
+            axis.set_axis_off()
+        for axis, panel in zip(line, row, strict=False):
+            _draw_panel(axis, panel)
+    # Equal labels appear once.
+    entries = dict(pair[::-1] for axis in figure.axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
+    if entries:
+        figure.legend([*entries.values()], [*entries], ncols=min(6, len(entries)), **LEGEND)
     return figure
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:
     for number, (label, curve) in enumerate(panel.curves.items()):
-        points = _thin(curve.points)
-        if not points:
-            continue
-        errors = [error or 0.0 for error in curve.errors] if len(points) == len(curve.errors) else None
-        axis.errorbar(
-            *zip(*points, strict=True), yerr=errors, label=label, linestyle=curve.style, linewidth=1.2, capsize=2,
-            color=curve.colour or CYCLE[number % len(CYCLE)], marker="o" if len(points) <= 12 else None, markersize=3.5,
-        )  # fmt: skip
+        if points := _thin(curve.points):
+            errors = [error or 0.0 for error in curve.errors] if len(points) == len(curve.errors) else None
+            colour, marker = curve.colour or CYCLE[number % len(CYCLE)], "o" if len(points) <= 12 else None
+            style = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.2, "capsize": 2}
+            axis.errorbar(*zip(*points, strict=True), yerr=errors, label=label, linestyle=curve.style, **style)
     for label, level in panel.levels.items():
         axis.axhline(level, color=REFERENCE, linestyle="--", linewidth=1, label=label)
     if panel.log_x:
@@ -76,8 +74,8 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
             axis.set(xticks=marks, xticklabels=[f"{mark:g}" for mark in marks])
     if panel.log_y:
         axis.set_yscale("log")
-    axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-    axis.title.set_fontsize(10)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
     axis.grid(color="0.92")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from emoe.figures.base import CYCLE, canvas
+from emoe.figures.base import CYCLE, LEGEND, canvas
 from emoe.figures.panels import as_images, mosaic, show_mosaic, tile
 from emoe.files import replace_file
 from emoe.types import StepEvent
@@ -41,15 +41,12 @@ class Recorder:
         self.frames = [Frame(np.full((n, side, side), MASK, np.uint8))]
 
     def __call__(self, event: StepEvent) -> None:
-        """Add a frame; a latent that is no tuple of gates has no experts."""
-        gates = event.latent if isinstance(event.latent, tuple) else ()
+        gates = event.latent if isinstance(event.latent, tuple) else ()  # other latents have no experts
         self.frames.append(Frame(as_images(event.x), tuple(as_images(gate.expert[..., 0]) for gate in gates)))
 
 
 def write_gif(frames: Sequence[Frame], experts: int, path: Path) -> None:
     """Write an animated GIF with `experts` colours, in the best resolution that takes at most 1.5 MB, or the lowest."""
-    if not frames:
-        raise ValueError("there are no frames")
     times = [FIRST, *[EACH] * (len(frames) - 2), LAST][: len(frames)]
     for dpi in RESOLUTIONS:
         file, (first, *pages) = io.BytesIO(), draw_pages(frames, experts, dpi)
@@ -75,14 +72,13 @@ def draw_pages(frames: Sequence[Frame], experts: int, dpi: int) -> Iterator[Imag
         axis.set_axis_off()
     wheel = [colorsys.hsv_to_rgb(i / experts, 0.6, (0.95, 0.65)[i % 2]) for i in range(experts)]
     colours: Sequence[Any] = CYCLE[:experts] if experts <= len(CYCLE) else wheel
-    shown = [show_mosaic(axes[0], mosaic(frames[0].images, edge))]
-    for block, maps in enumerate(frames[-1].experts):
-        axes[1 + block].set_title(f"block {block + 1}, {maps.shape[1]} x {maps.shape[1]}", fontsize=9)
-        palette = ListedColormap(["white", *colours])
-        shown.append(axes[1 + block].imshow(_enlarged(maps, side, edge) * 0, palette, vmin=0, vmax=experts))
+    palette, shown = ListedColormap(["white", *colours]), [show_mosaic(axes[0], mosaic(frames[0].images, edge))]
+    for block, maps in enumerate(frames[-1].experts, 1):
+        axes[block].set_title(f"block {block}, {maps.shape[1]} x {maps.shape[1]}", fontsize=9)
+        shown.append(axes[block].imshow(_enlarged(maps, side, edge) * 0, palette, vmin=0, vmax=experts))
     if panels > 1:
         handles = [Patch(color=colour, label=str(expert + 1)) for expert, colour in enumerate(colours)]
-        figure.legend(handles=handles, title="expert", loc="outside lower center", ncols=16, fontsize=8, frameon=False)
+        figure.legend(handles=handles, title="expert", ncols=16, **LEGEND)
     for step, frame in enumerate(frames):
         axes[0].set_title(f"step {step} of {len(frames) - 1}", fontsize=9)
         shown[0].set_data(mosaic(frame.images, edge))

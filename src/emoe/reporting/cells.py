@@ -1,4 +1,4 @@
-"""Cells of tables as data: which rows a number is the mean of, and in which form it and the paper's are written."""
+"""Cells of tables: the rows that a number is the mean of, its form, and the paper's number beside it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import functools
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from emoe.reporting.paper import paper_numbers
+from emoe.reporting.recipes import paper_numbers
 from emoe.reporting.results import Results, Row, SeedMean, mean_over_seeds, select
 
 DASH, NBSP, MINUS = "—", "\N{NO-BREAK SPACE}", "\N{MINUS SIGN}"  # a mean and its error stay on one line
 
 
+@functools.cache
+def names(table: str) -> dict[str, Any]:
+    """A table of `names.toml`: data, metrics, notes or pages."""
+    return dict(tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))[table])
+
+
 class Measure(NamedTuple):
-    """How a metric is printed: its name, decimals, and which direction is better ("high", "low", None: neither)."""
+    """How a metric is printed: its name, decimals, and which direction is better (None: neither)."""
 
     label: str
     digits: int
     better: Literal["high", "low"] | None = None
-
-
-@functools.cache
-def names(table: str) -> dict[str, Any]:
-    """A table of `names.toml`: data, metrics, notes or pages."""
-    text = resources.files("emoe.reporting").joinpath("names.toml").read_text(encoding="utf-8")
-    return dict(tomllib.loads(text)[table])
 
 
 def measure(metric: str) -> Measure:
@@ -60,9 +59,11 @@ class Line:
     nfe: int | None = None  # of the paper's numbers
 
     def where(self, **fields: Any) -> Line:
-        """The same line with some of its rows."""
-        nfe = fields.get("nfe", self.nfe)
-        return dataclasses.replace(self, rows=select(self.rows, **fields), nfe=nfe)
+        """The same line with some of its rows; a reference measured without NFE is the same for each."""
+        rows = select(self.rows, **fields)
+        if self.reference and not rows:
+            rows = select(self.rows, **fields | {"nfe": None})
+        return dataclasses.replace(self, rows=rows, nfe=fields.get("nfe", self.nfe))
 
     def reported(self, metric: str) -> float | None:
         """The paper's number beside this line."""
@@ -81,11 +82,11 @@ def write(mean: SeedMean | None, form: str, *, unit: str = "", plain: bool = Fal
 
 @dataclass(frozen=True)
 class Number:
-    """A cell of one number: the rows that it is the mean over seeds of, and its form."""
+    """A cell: the mean over seeds of some rows of a line, further numbers below it, then the paper's in italics."""
 
     metric: str = ""  # default: the one metric of the line
     where: dict[str, Any] = field(default_factory=dict)  # further fields of the rows
-    form: str = ""  # default: the decimals of the metric
+    form: str = ""  # default: the decimals of the metric; "+": these, with the sign
     prefix: str = ""
     unit: str = ""
     per: float = 1.0  # what it is divided by
@@ -93,6 +94,8 @@ class Number:
     measured: bool = False  # of a single seed print the error of its measurement
     spread: str = ""  # the metric that is printed as the error
     plain: bool = False  # only signs and spaces of a keyboard
+    below: Sequence[Number] = ()  # shown where this number is
+    paper: str = ""  # form of the paper's numbers, for as many of ours as it has fields: "{:.1f}, H {:.2f}"
 
     def mean(self, line: Line) -> SeedMean | None:
         """The mean over the seeds of a line."""
@@ -109,29 +112,21 @@ class Number:
     def __call__(self, line: Line) -> str:
         """The text of the cell of a line."""
         metric = self.metric or next((row.metric for row in line.rows), "")
-        form = self.form or f".{measure(metric).digits}f"
-        return self.prefix + write(self.mean(line), form, unit=self.unit, plain=self.plain)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A cell of several numbers, one below the other, and the paper's in italics below them."""
-
-    numbers: Sequence[Number]
-    paper: str = ""  # form of the paper's numbers, for as many of ours as it has fields: "{:.1f}, H {:.2f}"
-
-    def __call__(self, line: Line) -> str:
-        """The text of the cell of a line."""
-        texts = [number(line) for number in self.numbers]
-        if len(texts) > 1 and texts[0] == DASH:
-            return DASH
-        shown = self.numbers[: self.paper.count("{")]
+        form = self.form if self.form.strip("+") else f"{self.form}.{measure(metric).digits}f"
+        texts = [self.prefix + write(self.mean(line), form, unit=self.unit, plain=self.plain)]
+        if self.below:
+            if texts == [DASH]:
+                return DASH
+            texts += [number(line) for number in self.below]
+        shown = [self, *self.below][: self.paper.count("{")]
         values = [value / number.per for number in shown if (value := line.reported(number.metric)) is not None]
         if shown and len(values) == len(shown):
             texts.append(f"*({self.paper.format(*values)})*")
         return "\n".join(texts)
 
 
+Measured, Plain = functools.partial(Number, measured=True), functools.partial(Number, error=False)
+Millions = functools.partial(Plain, form=".2f", unit="M", per=1e6)
 Cell = Callable[[Line], str]  # writes the cell of a line
 Column = tuple[str, Cell]  # with its heading
 
@@ -144,7 +139,7 @@ def reported(metric: str, form: str) -> Cell:
 def over(name: str, heading: str, values: Iterable[object], cell: Cell) -> list[Column]:
     """A column for each value of a field of rows."""
 
-    def at(value: object, line: Line) -> str:
-        return cell(line.where(**{name: value}))
+    def column(value: object) -> Column:
+        return heading.format(value), lambda line: cell(line.where(**{name: value}))
 
-    return [(heading.format(value), functools.partial(at, value)) for value in values]
+    return [column(value) for value in values]

@@ -59,8 +59,7 @@ BLOCKS: dict[str, Block] = {
     "text-checks": block(checks, "text"),
     "text-tiny-checks": block(checks, "text-tiny", command="emoe reproduce text --size text-tiny"),
 }
-# Whole pages below results/, made of the file of the same name.
-PAGES: dict[str, Callable[[Results], str]] = {
+PAGES: dict[str, Callable[[Results], str]] = {  # whole pages below results/, each of the file of its name
     "toy": toy.toy_page,
     "mnist": images.image_page,
     "digits": images.image_page,

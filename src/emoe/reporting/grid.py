@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from emoe.reporting.cells import Line, Number, Stack, data_name, data_of, measure, over
-from emoe.reporting.paper import comparable, paper_methods
-from emoe.reporting.recipes import main_recipe
+from emoe.reporting.cells import Line, Number, data_name, data_of, measure, over
+from emoe.reporting.recipes import comparable, main_recipe, paper_methods
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
-from emoe.reporting.table import Table, build, comma, repeat, span, steps_of
+from emoe.reporting.table import Table, build, comma, span, steps_of
 
 
 def metric_tables(results: Results, task: str, metric: str) -> list[Table]:
     """Means over seeds of a metric by method and NFE, a table for each data set."""
     part, tables = results.only(task=task, metric=metric), []
-    cell = Stack([Number(metric)], f"{{:.{measure(metric).digits}f}}")
+    label, digits, better = measure(metric)
+    cell = Number(metric, paper=f"{{:.{digits}f}}")
     for data in data_of(part):
         own = part.only(data=data)
         lines, steps = metric_lines(own), steps_of([Line((), own.models.rows)])
         corner = [data_name(data), "Convention"][: len(lines[0].labels)]
-        tables += build(corner, lines, over("nfe", "NFE {}", steps, cell), better=measure(metric).better)
+        tables += build(corner, lines, over("nfe", "NFE {}", steps, cell), title=label, better=better)
     return tables
 
 
@@ -37,8 +38,6 @@ def metric_lines(part: Results) -> list[Line]:
         paper = data * (comparable(rows or models) == data)
         for convention in sorted({row.convention or "" for row in rows}):
             own = main_recipe(select(rows, convention=convention or None))
-            if method in REFERENCES:  # the same for any NFE if it was measured without
-                own += repeat(select(own, nfe=None), steps - {row.nfe for row in own})
             labels = (label, convention)[: 1 + named]
             lines.append(Line(labels, own, method, method in REFERENCES, "" if named else paper))
         alone = Line((label, "paper")[: 1 + named], (), method, paper=paper)
@@ -59,25 +58,11 @@ def main_rows(results: Results, **filters: object) -> list[Row]:
     return [row for method, data in groups for row in main_recipe(select(rows, method=method, data=data))]
 
 
-def grid_note(rows: Sequence[Row], metric: str, tables: Sequence[Table]) -> str:
-    """A sentence below tables of a metric: the marks in cells, seeds and samples."""
-    cells = [cell for table in tables for row in table.rows for cell in row[1:]]
-    words = ["mean ± standard error over seeds"] * any("±" in cell for cell in cells)
-    words += seeds_and_samples(rows)
-    words += ["*(italics)*: the paper"] * any("*(" in cell for cell in cells)
-    words += ["**bold**: best model of a column"] * any(cell.startswith("**") for cell in cells)
-    words += ["—: not measured"] * any(cell.startswith("—") for cell in cells)
-    return f"{measure(metric).label}: {'; '.join(words)}."
-
-
 def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
     """`3 seeds (0, 1, 2)` and `3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
     models = [row for row in rows if row.method not in REFERENCES] or rows
-    cells: dict[tuple[str, str, int | None], set[int]] = {}
-    for row in models:
-        if row.seed is not None:
-            cells.setdefault((row.data, row.method, row.nfe), set()).add(row.seed)
-    number, seeds = span(len(own) for own in cells.values()), sorted(set().union(*cells.values()))
+    cells = {(row.seed, row.data, row.method, row.nfe) for row in models if row.seed is not None}
+    number, seeds = span(Counter(cell[1:] for cell in cells).values()), sorted({cell[0] for cell in cells})
     samples = span(row.n for row in models)
     words = [f"{number} seed{'s' * (number != '1')} ({comma(seeds)})"] * bool(cells)
     return words + [f"{samples} samples each"] * bool(samples)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from string import Template
 
@@ -21,13 +19,8 @@ from emoe.reporting.render import html_table, inline
 from emoe.reporting.results import Results, ResultsError
 from emoe.reporting.table import Table, comma, printed, span
 
-TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {
-    "mnist": (images.bpd_tables, images.nfe_tables),
-    "digits": (images.bpd_tables, images.nfe_tables),
-    "text": (text.all_tables,),
-    "ties": (ties.scaling_tables, ties.health_tables),
-}
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
+ORIGIN = ("Command", "Commit", "Machine", "Date (wall time)", "Seeds", "Samples")
 TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (nats per token)"}
 
 
@@ -35,17 +28,22 @@ def write_page(
     path: Path, title: str, results: Results, *, pictures: Mapping[Path, str] | None = None, runs: Sequence[Path] = ()
 ) -> None:
     """Write the page, with pictures (file -> caption) and training curves of run folders; it loads nothing else."""
-    page = Template(resources.files("emoe.reporting").joinpath("page.html").read_text(encoding="utf-8"))
-    tasks = list(dict.fromkeys(row.task for row in results.rows))
+    tasks, origin = list(dict.fromkeys(row.task for row in results.rows)), []
+    for name, run in results.runs.items():
+        own = results.only(run=name)
+        machine, when = f"{run.device}; torch {run.torch}, Python {run.python}", f"{run.date} ({run.wall_s:,.0f} s)"
+        counts = span(row.n for row in own.rows)
+        origin.append([f"`{run.command}`", f"`{run.commit}`", machine, when, comma(own.seeds), counts])
     sections = {
         "": "".join(_prose(task, "before") for task in tasks),
         "Results": "".join(_results(results.only(task=task), task) for task in tasks),
         "Pictures": "".join(_picture(file.read_bytes(), caption) for file, caption in (pictures or {}).items()),
         "Training": _figure(_training(results, runs), "training"),
         "How to read the numbers": "".join(_prose(task, "after") for task in tasks),
-        "Where the numbers come from": _card(html_table(_provenance(results), words=True)),
+        "Where the numbers come from": _card(html_table(Table(ORIGIN, origin), results.colour)),
     }
     body = "".join(f"<h2>{name}</h2>\n" * bool(name) + section for name, section in sections.items() if section)
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     replace_file(path, page.substitute(title=html.escape(title), body=body))
 
 
@@ -69,9 +67,9 @@ def _picture(data: bytes, caption: str) -> str:
 def _results(part: Results, task: str) -> str:
     """The tables of a task, side by side where the window is wide enough, and curves of those over NFE."""
     tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
-    colours = [[part.colour(method) if method else "" for method in table.methods] for table in tables]
-    cards = (_card(html_table(table, own), table.title, table.note) for table, own in zip(tables, colours, strict=True))
-    return f'<div class="beside">\n{"".join(cards)}</div>\n' + _figure(map(_panel, tables, colours), task)
+    cards = (_card(html_table(table, part.colour), table.title, table.note) for table in tables)
+    figure = _figure((_panel(table, part.colour) for table in tables), task)
+    return f'<div class="beside">\n{"".join(cards)}</div>\n{figure}'
 
 
 def _over_nfe(part: Results) -> list[Table]:
@@ -85,21 +83,30 @@ def _over_nfe(part: Results) -> list[Table]:
                 over_nfe = metric_tables(own, own.rows[0].task, metric)
             except ResultsError:  # several recipes of one method
                 over_nfe = images.nfe_table(own, metric)
-            title = f"{measure(metric).label}, {data_name(data)}"
-            tables += [dataclasses.replace(table, title=title) for table in over_nfe]
+            for table in over_nfe:
+                table.title = f"{measure(metric).label}, {data_name(data)}"
+            tables += over_nfe
     return tables
 
 
-def _panel(table: Table, colours: Sequence[str]) -> Panel:
+TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; all others as the toy
+    "mnist": (images.bpd_tables, images.nfe_tables),
+    "digits": (images.bpd_tables, images.nfe_tables),
+    "text": (text.all_tables,),
+    "ties": (ties.scaling_tables, ties.health_tables),
+}
+
+
+def _panel(table: Table, colour: Callable[[str], str]) -> Panel:
     """A table over NFE as curves, those of references dashed; nothing of cells with several numbers."""
     single = not any("\n" in cell.partition("\n*(")[0] for row in table.rows for cell in row)
     steps = {column: int(name[4:]) for column, name in enumerate(table.header) if single and name.startswith("NFE ")}
     curves = {}
-    for number, (row, colour) in enumerate(zip(table.rows, colours, strict=True)):
-        values = [(step, printed(row[column])) for column, step in steps.items()]
-        points = [(step, value) for step, value in values if value is not None]
-        if colour and len(points) > 1:
-            curves[row[0]] = Curve(points, colour=colour, style="--" if number in table.references else "-")
+    for number, (row, method) in enumerate(zip(table.rows, table.methods, strict=True)):
+        points = [(step, value) for column, step in steps.items() if (value := printed(row[column])) is not None]
+        if method and len(points) > 1:
+            style = "--" if number in table.references else "-"
+            curves[row[0]] = Curve(points, colour=colour(method), style=style)
     return Panel(table.title.strip("*"), curves)
 
 
@@ -125,14 +132,3 @@ def _figure(panels: Iterable[Panel], name: str) -> str:
         return _picture(png(draw(rows, width=5.0)), f"Curves: {name}") if rows else ""
     except ImportError:
         return _card('<p class="note">Curves are left out: matplotlib is not installed.</p>')
-
-
-def _provenance(results: Results) -> Table:
-    """The runs behind the numbers."""
-    rows = []
-    for name, run in results.runs.items():
-        own = results.only(run=name)
-        machine, when = f"{run.device}; torch {run.torch}, Python {run.python}", f"{run.date} ({run.wall_s:,.0f} s)"
-        counts = span(row.n for row in own.rows)
-        rows.append([f"`{run.command}`", f"`{run.commit}`", machine, when, comma(own.seeds), counts])
-    return Table(["Command", "Commit", "Machine", "Date (wall time)", "Seeds", "Samples"], rows)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
-
-from emoe.reporting.cells import Column, Line, Number, Stack, data_name, data_of, measure, over, reported
-from emoe.reporting.paper import comparable, paper_methods
-from emoe.reporting.recipes import common_changes, reference_name
+from emoe.reporting.cells import Column, Line, Measured, Millions, Number, data_name, data_of, measure, over, reported
+from emoe.reporting.recipes import common_changes, comparable, paper_methods, reference_name
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, method_rank, select
-from emoe.reporting.table import Table, build, conventions_of, models, note, repeat, span, steps_of, with_note
+from emoe.reporting.results import Results, method_rank
+from emoe.reporting.table import Table, build, conventions_of, models, note, span, steps_of, with_note
 
 SHOWN = ("frechet", "coverage", "confidence", "precision", "recall")  # over NFE
 KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
@@ -18,29 +14,27 @@ KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
 
 def bpd_tables(results: Results) -> list[Table]:
     """Parameters, bits per dimension under every convention, and coordination gain; also of the paper's methods."""
-    return [table for data in data_of(results) for table in _bpd_table(results.only(data=data), data)]
-
-
-def _bpd_table(part: Results, data: str) -> list[Table]:
-    rows, lines = part.models.rows, models(part)
-    paper = comparable(rows)
-    for method in sorted(paper_methods() - {line.method for line in lines if line.paper}, key=method_rank):
-        line = Line((part.label(method),), (), method, paper=paper)
-        lines += [line] * (line.reported("bpd") is not None)
-    millions, bits = partial(Number, form=".2f", unit="M", per=1e6, error=False), partial(Number, measured=True)
-    columns: list[Column] = [
-        ("parameters", Stack([millions("params")], "{:.2f}M")),
-        ("active", Stack([millions("params_active")], "{:.2f}M")),
-        *[("paper", reported("bpd", ".3f"))] * bool(paper),
-        *over("convention", "{}", conventions_of(lines, "bpd", KINDS), bits("bpd", form=".4f")),
-        ("coordination gain", bits("coordination_gain", {"convention": "bound@1"}, "+.4f")),
-    ]
-    test, weighted = (
-        span(row.n for row in select(rows, metric="bpd") if str(row.convention).startswith("iw") == iw)
-        for iw in (False, True)
-    )
-    words = "; ".join([f"{test} test images"] * bool(test) + [f"`iw` on {weighted}"] * bool(weighted))
-    return build([data_name(data)], lines, columns, note("images-bpd", part, counts=words))
+    tables = []
+    for data in data_of(results):
+        part = results.only(data=data)
+        lines, paper = models(part), comparable(part.models.rows)
+        for method in sorted(paper_methods() - {line.method for line in lines if line.paper}, key=method_rank):
+            line = Line((part.label(method),), (), method, paper=paper)
+            lines += [line] * (line.reported("bpd") is not None)
+        columns: list[Column] = [
+            ("parameters", Millions("params", paper="{:.2f}M")),
+            ("active", Millions("params_active", paper="{:.2f}M")),
+            *[("paper", reported("bpd", ".3f"))] * bool(paper),
+            *over("convention", "{}", conventions_of(lines, "bpd", KINDS), Measured("bpd", form=".4f")),
+            ("coordination gain", Measured("coordination_gain", {"convention": "bound@1"}, "+.4f")),
+        ]
+        counts = []
+        for form, weighted in (("{} test images", False), ("`iw` on {}", True)):
+            rows = part.models.select(metric="bpd")
+            if count := span(row.n for row in rows if str(row.convention).startswith("iw") == weighted):
+                counts.append(form.format(count))
+        tables += build([data_name(data)], lines, columns, note("images-bpd", part, counts="; ".join(counts)))
+    return tables
 
 
 def nfe_tables(results: Results) -> list[Table]:
@@ -48,19 +42,28 @@ def nfe_tables(results: Results) -> list[Table]:
     tables = []
     for data in data_of(results):
         part = results.only(data=data)
-        own = [table for metric in SHOWN for table in nfe_table(part, metric)]
-        tables += with_note(own, _nfe_note(part, own))
+        own, real = [table for metric in SHOWN for table in nfe_table(part, metric)], real_data(part)
+        drawn = span(row.n for row in part.models.select(metric="ink"))
+        words = [f"{drawn} samples for each NFE"] * bool(drawn)
+        if any(cell.startswith("**") for table in own for row in table.rows for cell in row):
+            words.append("**bold**: best model of a column")
+        if images := span(row.n for row in real.where(metric="pixel_tv").rows):
+            words.append(
+                f"real data: {images} training images in place of samples, for confidence the test images "
+                "(so it does not depend on NFE)"
+            )
+        if accuracy := Number("judge_accuracy").mean(real):
+            words.append(f"the judge gets {accuracy.mean:.1f} % of the test images right")
+        tables += with_note(own, note("images-nfe", part, words="; ".join(words)))
     return tables
 
 
 def nfe_table(part: Results, metric: str) -> list[Table]:
     """A metric of samples over NFE for all models of a data set, and for real data."""
-    lines = models(part, metric=metric)
-    steps, real = steps_of(lines, metric), real_data(part).where(metric=metric)
-    lines += [dataclasses.replace(real, rows=repeat(real.rows, steps))] * bool(real.rows)
-    columns = over("nfe", "NFE {}", steps, Number(metric, measured=True))
+    lines, real = models(part, metric=metric), real_data(part).where(metric=metric)
+    columns = over("nfe", "NFE {}", steps_of(lines, metric), Measured(metric))
     title, corner = f"**{measure(metric).label}**", [data_name(data) for data in data_of(part)]
-    return build(corner, lines, columns, title=title, better=measure(metric).better)
+    return build(corner, lines + [real] * bool(real.rows), columns, title=title, better=measure(metric).better)
 
 
 def real_data(part: Results) -> Line:
@@ -69,22 +72,6 @@ def real_data(part: Results) -> Line:
     return Line((part.label("data"),), rows, "data", reference=True)
 
 
-def _nfe_note(part: Results, tables: list[Table]) -> str:
-    real = real_data(part)
-    drawn = span(row.n for row in part.models.select(metric="ink"))
-    images = span(row.n for row in real.where(metric="pixel_tv").rows)
-    accuracy = Number("judge_accuracy").mean(real)
-    best = any(cell.startswith("**") for table in tables for row in table.rows for cell in row)
-    words = {
-        f"{drawn} samples for each NFE": drawn,
-        "**bold**: best model of a column": best,
-        f"real data: {images} training images in place of samples, for confidence the test images (so it does not "
-        "depend on NFE)": images,
-        f"the judge gets {accuracy.mean if accuracy else 0:.1f} % of the test images right": accuracy,
-    }
-    return note("images-nfe", part, words="; ".join(text for text, shown in words.items() if shown))
-
-
 def image_page(results: Results) -> str:
     """`results/mnist.md` and `results/digits.md`."""
-    return f"**Bits per dimension**\n\n{markdown(bpd_tables(results))}\n{markdown(nfe_tables(results))}"
+    return f"**Bits per dimension**\n\n{markdown([*bpd_tables(results), *nfe_tables(results)])}"

@@ -31,7 +31,7 @@ def describe_machine(device: object) -> dict[str, str]:
         "device": name or f"cpu ({cores} cores)",
         "torch": version,
         "python": platform.python_version(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": source_commit(),
     }
 
@@ -51,10 +51,10 @@ def git_commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
 
     try:
-        source = Path(git("rev-parse", "--show-toplevel")).resolve() / "src"
-        if source not in here.parents:
-            return "unknown"  # an installed copy that merely lies inside some other repository
-        commit = git("rev-parse", "--verify", "HEAD")
-        return commit + ("-dirty" if git("status", "--porcelain", "--", str(source)) else "")
+        root, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        source = Path(root).resolve() / "src"
+        if source in here.parents:
+            return commit + "-dirty" * bool(git("status", "--porcelain", "--", str(source)))
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        pass
+    return "unknown"  # as for an installed copy that merely lies inside some other repository

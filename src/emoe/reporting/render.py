@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from emoe.console import console_table
-from emoe.reporting.cells import NBSP, measure
+from emoe.reporting.cells import NBSP
 from emoe.reporting.grid import metric_tables
 from emoe.reporting.results import Results
 from emoe.reporting.table import Table
 
 
 def markdown(tables: Iterable[Table]) -> str:
-    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables."""
-    pieces = [piece for table in tables for piece in (table.title, markdown_table(table), table.note) if piece]
-    return "\n\n".join(pieces) + "\n" if pieces else ""
+    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
 
-
-def markdown_table(table: Table) -> str:
-    """The cells of a table in Markdown; `|` and line ends inside them are made harmless."""
+    `|` and line ends inside cells are made harmless.
+    """
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
 
-    letters = table.align.ljust(len(table.header), "r")
-    rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
-    return "\n".join([line(table.header), rule, *map(line, table.rows)])
+    pieces = []
+    for table in tables:
+        letters = table.align.ljust(len(table.header), "r")
+        rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
+        cells = "\n".join([line(table.header), rule, *map(line, table.rows)])
+        pieces += [piece for piece in (table.title, cells, table.note) if piece]
+    return "\n\n".join(pieces) + "\n" if pieces else ""
 
 
 def plain(text: str) -> str:
@@ -48,19 +48,19 @@ def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
     """Print metrics over NFE to the terminal, a table for each data set."""
     for metric in metrics:
         for table in metric_tables(results, task, metric):
-            print_table(dataclasses.replace(table, title=measure(metric).label))
+            print_table(table)
 
 
-def html_table(table: Table, colours: Sequence[str] = (), *, words: bool = False) -> str:
-    """The cells of a table in HTML, with a colour for each row if there are any; `words` are aligned to the left."""
+def html_table(table: Table, colour: Callable[[str], str]) -> str:
+    """The cells of a table in HTML, with the colours of methods; a table without methods is one of words."""
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
-        colour = colours[number] if colours else ""
-        key = f'<i class="key" style="background:{colour}"></i>' * bool(colour)
+        method = table.methods[number] if table.methods else ""
+        key = f'<i class="key" style="background:{colour(method)}"></i>' if method else ""
         cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
         lines.append(f'<tr class="{"reference" * (number in table.references)}">{"".join(cells)}</tr>')
-    kind, body = "words" if words else "numbers", "\n".join(lines)
+    kind, body = "numbers" if table.methods else "words", "\n".join(lines)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )

@@ -14,18 +14,16 @@ import math
 import re
 import statistics
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import resources
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from emoe.figures.base import CYCLE
 from emoe.files import locked, replace_file
 
-T = TypeVar("T")
 Styles = Mapping[str, Mapping[str, str]]  # {"label": ..., "colour": ...} by method
 IDENTITY = ("task", "data", "method", "recipe", "seed", "nfe", "metric", "convention")
 REFERENCES = ("ideal", "data", "judge")  # measured beside the models, but no models
@@ -37,11 +35,48 @@ class ResultsError(ValueError):
     exit_code = 3
 
 
+def _is_moment(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+# Texts with a form: how it is called, and its test.
+_TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "date": ("an ISO date and time with a zone", _is_moment),
+    "label": ("text that is not empty", str.strip),
+    "colour": ("#rrggbb", re.compile(r"#[0-9a-fA-F]{6}").fullmatch),
+}
+_KINDS = {str: "text", float | int: "a number", float | int | None: "a number or null"}
+_KINDS |= {str | None: "text or null", int | None: "a whole number or null"}
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _faults(record: type, data: Any) -> Iterator[str]:
+    """Names, types, finiteness and forms of the values of a record; `.key: problem` for each fault."""
+    if not isinstance(data, dict):
+        yield f": expected an object, got {data!r}"
+        return
+    yield from (f".{key}: unknown key" for key in data if key not in _hints(record))
+    for key, kind in _hints(record).items():
+        value = data.get(key)
+        form, fits = _TEXTS.get(key, ("", None))
+        if key not in data:
+            yield f".{key}: missing"
+        elif isinstance(value, bool) or not isinstance(value, kind):
+            yield f".{key}: expected {_KINDS[kind]}, got {value!r}"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f".{key}: must be finite, got {value}"
+        elif fits and not fits(value):
+            yield f".{key}: expected {form}, got {value!r}"
+
+
 class _Record:
     """A dataclass of JSON values, whose types and forms are checked."""
 
     def __post_init__(self) -> None:
-        if faults := _faults(type(self), vars(self)):
+        if faults := list(_faults(type(self), vars(self))):
             raise ResultsError("\n".join(type(self).__name__ + fault for fault in faults))
 
 
@@ -97,48 +132,11 @@ class MethodStyle(_Record):
     colour: str  # #rrggbb
 
 
-def _is_moment(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False
-
-
-# Texts with a form: how it is called, and its test.
-_TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "date": ("an ISO date and time with a zone", _is_moment),
-    "label": ("text that is not empty", str.strip),
-    "colour": ("#rrggbb", re.compile(r"#[0-9a-fA-F]{6}").fullmatch),
-}
-_KINDS = {str: "text", float | int: "a number", float | int | None: "a number or null"}
-_KINDS |= {str | None: "text or null", int | None: "a whole number or null"}
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _faults(record: type, data: Any) -> list[str]:
-    """Names, types, finiteness and forms of the values of a record; `.key: problem` for each fault."""
-    if not isinstance(data, dict):
-        return [f": expected an object, got {data!r}"]
-    faults = [f".{key}: unknown key" for key in data if key not in _hints(record)]
-    for key, kind in _hints(record).items():
-        value = data.get(key)
-        form, fits = _TEXTS.get(key, ("", None))
-        if key not in data:
-            faults.append(f".{key}: missing")
-        elif isinstance(value, bool) or not isinstance(value, kind):
-            faults.append(f".{key}: expected {_KINDS[kind]}, got {value!r}")
-        elif isinstance(value, float) and not math.isfinite(value):
-            faults.append(f".{key}: must be finite, got {value}")
-        elif fits and not fits(value):
-            faults.append(f".{key}: expected {form}, got {value!r}")
-    return faults
-
-
 @functools.cache
 def known_methods() -> dict[str, MethodStyle]:
     """The methods of this package and the references, in the order of tables."""
-    text = resources.files("emoe.reporting").joinpath("methods.json").read_text(encoding="utf-8")
-    return {name: MethodStyle(**style) for name, style in json.loads(text).items()}
+    styles = json.loads(Path(__file__).with_name("methods.json").read_bytes())
+    return {name: MethodStyle(**style) for name, style in styles.items()}
 
 
 def method_rank(method: str) -> float:
@@ -154,25 +152,8 @@ def methods_of(rows: Iterable[Row]) -> list[str]:
 
 def select(rows: Iterable[Row], **filters: Any) -> list[Row]:
     """Rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""
-    if unknown := set(filters) - set(_hints(Row)):
-        raise ResultsError(f"no such field of a row: {', '.join(sorted(unknown))}")
     wanted = {key: value if isinstance(value, list | tuple | set) else (value,) for key, value in filters.items()}
     return [row for row in rows if all(getattr(row, key) in values for key, values in wanted.items())]
-
-
-def _read(record: type[T], part: str, entries: Iterable[tuple[Any, Any]], faults: list[str]) -> dict[Any, T]:
-    """Make records from JSON; the faults of those that cannot be made are appended."""
-    records = {}
-    for key, data in entries:
-        if problems := _faults(record, data):
-            faults += [f"{part}[{key!r}]{problem}" for problem in problems]
-        else:
-            records[key] = record(**data)
-    return records
-
-
-def _json(record: Any) -> str:
-    return json.dumps(dataclasses.asdict(record), ensure_ascii=False, allow_nan=False)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -196,24 +177,26 @@ class Results:
         """Read a file strictly; every fault is reported with the file, the position and the key."""
         try:
             tree = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-        except (json.JSONDecodeError, UnicodeDecodeError, ResultsError) as error:
+        except ValueError as error:
             raise ResultsError(f"{path}: not valid JSON: {error}") from None
         tree = {"methods": {}} | tree if isinstance(tree, dict) else {}
         if {key: type(value) for key, value in tree.items()} != {"methods": dict, "runs": dict, "rows": list}:
             raise ResultsError(f'{path}: expected objects "runs" and perhaps "methods", a list "rows", no other keys')
-        faults: list[str] = []
-        runs = _read(RunInfo, "runs", tree["runs"].items(), faults)
-        styles = _read(MethodStyle, "methods", tree["methods"].items(), faults)
-        rows = _read(Row, "rows", enumerate(tree["rows"]), faults)
+        tree["rows"], faults, parts = dict(enumerate(tree["rows"])), list[str](), dict[str, Any]()
+        kinds: dict[str, Any] = {"runs": RunInfo, "methods": MethodStyle, "rows": Row}
+        for part, record in kinds.items():
+            problems = {key: list(_faults(record, data)) for key, data in tree[part].items()}
+            faults += [f"{part}[{key!r}]{problem}" for key, own in problems.items() for problem in own]
+            parts[part] = {key: record(**data) for key, data in tree[part].items() if not problems[key]}
         first: dict[tuple[Any, ...], int] = {}
-        for index, row in rows.items():
+        for index, row in parts["rows"].items():
             if row.run not in tree["runs"]:
                 faults.append(f"rows[{index}].run: {row.run!r} is not among the runs")
             if first.setdefault(row.identity, index) != index:
                 faults.append(f"rows[{index}]: the same {', '.join(IDENTITY)} as rows[{first[row.identity]}]")
         if faults:
             raise ResultsError("\n".join(f"{path}: {fault}" for fault in faults[:20]))
-        return cls(_ordered(rows.values()), runs, styles)
+        return cls(_ordered(parts["rows"].values()), parts["runs"], parts["methods"])
 
     def add(self, run_info: RunInfo, rows: Iterable[Row], methods: Styles | None = None) -> Results:
         """Take in the rows of one run, and labels and colours of methods."""
@@ -237,16 +220,16 @@ class Results:
 
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all, a line per row; equal results give equal bytes."""
+        dump = functools.partial(json.dumps, default=vars, ensure_ascii=False, allow_nan=False)
         runs, styles = (
-            ",\n".join(f"  {json.dumps(name)}: {_json(record)}" for name, record in sorted(records.items()))
+            ",\n".join(f"  {json.dumps(name)}: {dump(record)}" for name, record in sorted(records.items()))
             for records in (self.runs, self.methods)
         )
-        rows = ",\n".join(f"  {_json(row)}" for row in self.rows)
+        rows = ",\n".join(f"  {dump(row)}" for row in self.rows)
         methods = f',\n "methods": {{\n{styles}\n }}' if styles else ""
         replace_file(path, f'{{\n "runs": {{\n{runs}\n }},\n "rows": [\n{rows}\n ]{methods}\n}}\n')
 
     def select(self, **filters: Any) -> list[Row]:
-        """Rows that fit all filters (see `select`)."""
         return select(self.rows, **filters)
 
     def only(self, **filters: Any) -> Results:
@@ -266,7 +249,6 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds behind the rows."""
         return sorted({row.seed for row in self.rows if row.seed is not None})
 
     def label(self, method: str) -> str:

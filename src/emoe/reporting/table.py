@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from emoe.reporting.cells import MINUS, Column, Line, names
-from emoe.reporting.paper import comparable
-from emoe.reporting.recipes import all_with, as_typed, common_changes, parse
+from emoe.reporting.recipes import as_typed, common_changes, comparable, parse, without
 from emoe.reporting.results import Results, Row, method_rank
 
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound", "iw")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Table:
     """A table of inline Markdown: `**best**`, `*the paper*`, `code` and line ends inside cells."""
 
@@ -45,11 +43,13 @@ def build(
     return with_note([Table(header, rows, title, "", align or "l" * len(corner), references, methods)], note)
 
 
-def with_note(tables: Sequence[Table], note: str) -> list[Table]:
-    """Tables with a note below the last; its sentences about italics only if that shows the paper's numbers."""
-    italics = any("*" in cell for table in tables[-1:] for row in table.rows for cell in row)
-    text = " ".join(line for line in note.splitlines() if line and (italics or not line.startswith("*Italics*")))
-    return [*tables[:-1], *(dataclasses.replace(table, note=text) for table in tables[-1:])]
+def with_note(tables: list[Table], note: str) -> list[Table]:
+    """Put a note below the last table; its sentences about italics only if that shows the paper's numbers."""
+    for table in tables[-1:]:
+        italics = any("*" in cell for row in table.rows for cell in row)
+        lines = [line for line in note.splitlines() if line and (italics or not line.startswith("*Italics*"))]
+        table.note = " ".join(lines)
+    return tables
 
 
 def printed(cell: str) -> float | None:
@@ -80,9 +80,9 @@ def models(results: Results, **fields: object) -> list[Line]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         name, changes = parse(row.recipe)
-        own = as_typed({field: value for field, value in changes.items() if field not in shared})
         usual = name.endswith(f"-{row.method}") and len(families) == 1
-        groups.setdefault((row.method, own if usual else f"({name}) {own}".strip()), []).append(row)
+        own = f"({name}) " * (not usual) + as_typed(without(changes, shared))
+        groups.setdefault((row.method, own.strip()), []).append(row)
     lines = []
     for (method, own), rows in sorted(groups.items(), key=lambda item: (method_rank(item[0][0]), item[0])):
         label = f"{results.label(method)} {own}".strip()
@@ -96,11 +96,6 @@ def steps_of(lines: Iterable[Line], metric: str = "") -> list[int]:
     return sorted({row.nfe for row in rows if row.nfe is not None})
 
 
-def repeat(rows: Sequence[Row], steps: Iterable[int | None]) -> list[Row]:
-    """Rows of a reference at every number of network calls, on which they do not depend."""
-    return [dataclasses.replace(row, nfe=nfe) for nfe in steps for row in rows]
-
-
 def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LIKELIHOODS) -> list[str]:
     """Names of likelihoods in the order of their kinds, those of a kind with rising T."""
 
@@ -112,16 +107,16 @@ def conventions_of(lines: Iterable[Line], metric: str, kinds: Sequence[str] = LI
     return sorted({row.convention for row in rows if row.convention is not None}, key=key)
 
 
-def note(name: str, results: Results, **values: object) -> str:
-    """A note of `names.toml` with `values`, and with the seeds, common changes and sources of the models."""
+def note(name: str, results: Results, changes: Mapping[str, str] | None = None, **values: object) -> str:
+    """A note of `names.toml` with `values`, and with the seeds, shared changes and sources of the models."""
     models = results.models
-    several = len(models.seeds) > 1
+    several, shared = len(models.seeds) > 1, common_changes(models.rows) if changes is None else changes
     words = {
         "numbers": comma(models.seeds),
         "seeds": f"Seed{'s' * several} {comma(models.seeds)}",
         "errors": "over seeds" if several else "of the measurement",
         "over_seeds": ": means, and where a row has several, errors are over these." if several else ".",
-        "changes": all_with(common_changes(models.rows)),
+        "changes": f" All with `{as_typed(shared)}`." if shared else "",
         "source": source_of(results),
     }
     return str(names("notes")[name]).format_map(words | values)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from emoe.reporting.cells import DASH, Column, Line, Number
-from emoe.reporting.recipes import all_with, as_typed, common, parse
+from emoe.reporting.cells import DASH, Column, Line, Number, Plain
+from emoe.reporting.recipes import as_typed, common, parse, without
 from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, comma, note
 
@@ -23,12 +23,10 @@ VARIANTS: Models = {
 }
 EARLIER: Models = {  # the same under the names and fields of schema 1, as recorded
     "plus": ("ties-emoe-plus", {}),
-    "wake-sleep-row": ("ties-emoe-plus", {"method.credit": "row"}),
     "all-carry": ("ties-emoe-plus", {"method.carriers": "all"}),
-    "straight-through-spread": ("ties-emoe", {"method.carriers": "spread", "method.last-block": "summed"}),
 }
 DEPTHS = {2: 2, 4: 3, 8: 4, 16: 4, 32: 6, 64: 6}  # length of a row -> blocks of the network
-RECIPE_DEPTH = 4  # of the recipes ties-*, whose names do not say it
+RECIPE_DEPTH = "4"  # of the recipes ties-*, whose names do not say it
 FIELDS = ("domain.family", "domain.length", "domain.symbols", "backbone.depth")  # no part of a variant
 HEALTH = ("coordination_gain", "least_usage_entropy", "effective_draws", "dead_experts")
 
@@ -52,29 +50,23 @@ def setting_of(data: str) -> TieSetting:
     return TieSetting(family + symbols, int(length))
 
 
+@functools.cache
 def variant_of(recipe: str | None) -> tuple[str, dict[str, str]]:
     """The variant behind a recipe's name, and further changes but those of data and depth."""
     name, changes = parse(recipe)
-    left = {field: value for field, value in changes.items() if field not in FIELDS}
-    known = [*VARIANTS.items(), *EARLIER.items()]
+    left, known = without(changes, FIELDS), [*VARIANTS.items(), *EARLIER.items()]
     fitting = [(variant, own) for variant, (base, own) in known if base == name and own.items() <= left.items()]
     variant, own = max(fitting, default=(name, {}), key=lambda fit: len(fit[1]))
-    return variant, {field: value for field, value in left.items() if field not in own}
-
-
-def common_changes(results: Results) -> dict[str, str]:
-    """Further changes that all models share."""
-    return common(variant_of(recipe)[1] for recipe in sorted({str(row.recipe) for row in results.models.rows}))
+    return variant, without(left, own)
 
 
 def by_variant(results: Results) -> dict[tuple[str, str], list[Row]]:
     """The rows of models by family and variant; a label has what was not changed in all models, and unusual depth."""
-    shared = common_changes(results)
+    shared = common(variant_of(row.recipe)[1] for row in results.models.rows)
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in results.models.rows:
         ties, (variant, changes) = setting_of(row.data), variant_of(row.recipe)
-        own = {field: value for field, value in changes.items() if field not in shared}
-        depth = parse(row.recipe).changes.get("backbone.depth", str(RECIPE_DEPTH))
+        own, depth = without(changes, shared), parse(row.recipe).changes.get("backbone.depth", RECIPE_DEPTH)
         if depth != str(default_depth(ties.length)):
             own["backbone.depth"] = depth
         label, rank = f"{variant} {as_typed(own)}".strip(), [*VARIANTS, variant].index(variant)
@@ -86,18 +78,18 @@ def scaling_tables(results: Results) -> list[Table]:
     """Ties kept in one step and, in parentheses, coverage against the length of a row, by family and variant."""
     results = results.only(task="ties")
     groups, ideal = by_variant(results), results.select(method="ideal")
-    lengths = {setting_of(row.data).length for row in results.models.rows}
 
     def cell(length: int, line: Line) -> str:
         same = Line((), [row for row in select(line.rows, nfe=1) if setting_of(row.data).length == length])
-        coverage = Number("coverage", error=False)(same)
+        coverage = Plain("coverage")(same)
         return Number("ties")(same) + f" ({coverage})" * (coverage != DASH)
 
     lines = []
     for family in dict.fromkeys(family for family, _ in groups):
         lines += [Line(key, rows) for key, rows in groups.items() if key[0] == family]
         lines.append(Line((family, "chance"), [row for row in ideal if setting_of(row.data).family == family]))
-    columns = [(f"L = {length}", functools.partial(cell, length)) for length in sorted(lengths)]
+    lengths = sorted({setting_of(row.data).length for row in results.models.rows})
+    columns = [(f"L = {length}", functools.partial(cell, length)) for length in lengths]
     return build(["Ties", "Variant"], lines, columns, _note("scaling-table", results, lines))
 
 
@@ -107,31 +99,28 @@ def health_tables(results: Results) -> list[Table]:
     longest = dict(sorted({setting_of(row.data) for row in results.select(metric=HEALTH)}))  # family -> length
     lines = []
     for (family, label), rows in by_variant(results).items():
-        own = [row for row in select(rows, metric=HEALTH) if setting_of(row.data).length == longest[family]]
-        if own:
+        if own := [row for row in select(rows, metric=HEALTH) if setting_of(row.data).length == longest[family]]:
             lines.append(Line((family, str(longest[family]), label), own))
+
+    def dead_experts(line: Line) -> str:
+        dead = line.where(metric="dead_experts")
+        return f"{Plain(form='.3g')(dead)} of {dead.rows[0].n}" if dead.rows else DASH
+
     columns: list[Column] = [
         ("coordination gain", Number("coordination_gain", form="+.3f")),
         ("least usage entropy", Number("least_usage_entropy")),
         ("effective draws", Number("effective_draws")),
-        ("dead experts", _dead_experts),
+        ("dead experts", dead_experts),
     ]
     return build(["Ties", "L", "Variant"], lines, columns, _note("scaling-health", results, lines), align="lrl")
-
-
-def _dead_experts(line: Line) -> str:
-    dead = line.where(metric="dead_experts")
-    return f"{Number(form='.3g', error=False)(dead)} of {dead.rows[0].n}" if dead.rows else DASH
 
 
 def _note(name: str, results: Results, lines: Sequence[Line]) -> str:
     """A note that says which recipe and changes each variant is."""
     words = {}
-    for line in lines:
-        for row in line.rows[:1] if line.labels[-1] != "chance" else ():
-            variant, left = variant_of(row.recipe)
-            recipe, changes = parse(row.recipe)
-            own = {field: value for field, value in changes.items() if field not in (*left, *FIELDS)}
-            words[variant] = f"{variant} is `{f'{recipe} {as_typed(own)}'.strip()}`"
-    shared = all_with(common_changes(results))
-    return note(name, results, variants=comma(words.values()), shared=shared)
+    for row in (line.rows[0] for line in lines if line.rows and line.labels[-1] != "chance"):
+        variant, left = variant_of(row.recipe)
+        recipe, changes = parse(row.recipe)
+        words[variant] = f"{variant} is `{f'{recipe} {as_typed(without(changes, (*left, *FIELDS)))}'.strip()}`"
+    shared = common(variant_of(row.recipe)[1] for row in results.models.rows)
+    return note(name, results, shared, variants=comma(words.values()))

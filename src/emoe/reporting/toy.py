@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 
-from emoe.reporting.cells import DASH, Column, Line, Number, data_name, data_of, measure, over, write
-from emoe.reporting.grid import grid_note, main_rows, metric_tables, sampled
-from emoe.reporting.recipes import as_typed, parse
+from emoe.reporting.cells import DASH, Line, Number, data_name, data_of, measure, over
+from emoe.reporting.grid import main_rows, metric_tables, sampled, seeds_and_samples
+from emoe.reporting.recipes import as_typed, parse, without
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, Row, SeedMean, mean_of, mean_over_seeds, methods_of
+from emoe.reporting.results import Results, Row, methods_of, select
 from emoe.reporting.table import Table, build, comma, note, steps_of, with_note
 
 METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
-KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}
-
-
-def toy_tables(results: Results, metric: str) -> list[Table]:
-    """The paper's toy table of a metric with our numbers, from samples as in the paper; the last has the note."""
-    results = sampled(results)
-    tables = metric_tables(results, "toy", metric)
-    return with_note(tables, grid_note(main_rows(results, task="toy", metric=metric), metric, tables))
+KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}  # label -> begin of a name
 
 
 def toy_page(results: Results) -> str:
-    """`results/toy.md`: validity and overlap, which belong together, each with its densities side by side."""
-    tables = {f"**{measure(metric).label}**": toy_tables(results, metric) for metric in METRICS}
-    return "\n".join(f"{title}\n\n{markdown([side_by_side(own)])}" for title, own in tables.items() if own)
+    """`results/toy.md`: the paper's tables with our numbers, from samples as in the paper, densities side by side."""
+    results, tables = sampled(results), []
+    for metric in METRICS:
+        if parts := metric_tables(results, "toy", metric):
+            table, label = side_by_side(parts), measure(metric).label
+            cells = [cell for row in table.rows for cell in row[1:]]
+            words = ["mean ± standard error over seeds"] * any("±" in cell for cell in cells)
+            words += seeds_and_samples(main_rows(results, task="toy", metric=metric))
+            words += ["*(italics)*: the paper"] * any("*(" in cell for cell in cells)
+            words += ["**bold**: best model of a column"] * any(cell.startswith("**") for cell in cells)
+            words += [f"{DASH}: not measured"] * any(cell.startswith(DASH) for cell in cells)
+            table.title, table.note = f"**{label}**", f"{label}: {'; '.join(words)}."
+            tables.append(table)
+    return markdown(tables)
 
 
 def side_by_side(tables: Sequence[Table]) -> Table:
@@ -41,7 +44,7 @@ def side_by_side(tables: Sequence[Table]) -> Table:
         cells = {row[0]: row[1:] for row in table.rows}
         for label, row in rows.items():
             row += cells.get(label, [DASH] * (len(table.header) - 1))
-    return Table(header, list(rows.values()), note=tables[-1].note)
+    return Table(header, list(rows.values()))
 
 
 def exact_tables(results: Results) -> list[Table]:
@@ -70,8 +73,8 @@ def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
     """
     sampled = {row.identity: row for row in results.select(task="toy", metric="validity", convention=None)}
     distances = []
-    for law in (row for row in exact if row.metric == "validity"):
-        row = sampled.get((*law.identity[:-1], None))  # the convention is the last
+    for law in select(exact, metric="validity"):
+        row = sampled.get(replace(law, convention=None).identity)
         if row is not None and row.n:
             error = math.hypot(math.sqrt(max(law.value * (100 - law.value) / row.n, 0.0)), law.stderr or 0.0)
             if error > 0:
@@ -91,80 +94,69 @@ def held_out_tables(results: Results) -> list[Table]:
     exact = results.only(convention="exact")
     settings: dict[str, set[str | None]] = {}
     for row in exact.rows:
-        changes = {field: value for field, value in parse(row.recipe).changes.items() if field != "domain.density"}
-        settings.setdefault(as_typed(changes), set()).add(row.recipe)
+        setting = as_typed(without(parse(row.recipe).changes, ["domain.density"]))
+        settings.setdefault(setting, set()).add(row.recipe)
     tables = []
     for setting, recipes in sorted(settings.items()):
         tables += _held_out_table(exact.only(recipe=recipes), f"With `{setting}`:" * (len(settings) > 1))
     only = "".join(f"`{setting}`, " for setting in settings if setting and len(settings) == 1)
     for table in tables[-1:]:
-        tables[-1] = dataclasses.replace(table, note=f"{table.note}\n{note('held-out', exact, only=only)}".strip())
+        table.note = f"{table.note}\n{note('held-out', exact, only=only)}".strip()
     return tables
 
 
 def _held_out_table(part: Results, title: str) -> list[Table]:
     """One setting; the note counts the densities where an extension of a method is better: KL lower, overlap higher."""
-    methods, steps = methods_of(part.rows), steps_of([Line((), part.rows)])
-    lines = {
-        (data, metric, nfe): Line((data_name(data), f"{measure(metric).label}, NFE {nfe}"), rows)
+    methods, steps, rows = methods_of(part.rows), steps_of([Line((), part.rows)]), list(part.rows)
+    columns = [(part.label(method), Number(where={"method": method})) for method in methods]
+    pairs = [(plain, other) for plain in methods for other in methods if other.startswith(f"{plain}-")]
+    for plain, other in pairs:  # differences between runs of the same seed, as rows of a method of their own
+        values = {(row.data, row.seed, row.nfe, row.metric): row.value for row in part.select(method=plain)}
+        name = f"{part.label(other)} − {part.label(plain)}"
+        columns.append((name, Number(where={"method": name}, form="+")))
+        for row in part.select(method=other):
+            if (value := values.get((row.data, row.seed, row.nfe, row.metric))) is not None:
+                rows.append(replace(row, method=name, value=row.value - value))
+    lines = [
+        Line((data_name(data), f"{measure(metric).label}, NFE {nfe}"), select(rows, data=data, metric=metric, nfe=nfe))
         for data in sorted({row.data for row in part.rows})
         for metric in ("kl", "overlap")
         for nfe in [nfe for nfe in steps if nfe in (1, 2)] or steps
-        for rows in [part.select(data=data, metric=metric, nfe=nfe)]
-    }
-    columns: list[Column] = [(part.label(method), Number(where={"method": method})) for method in methods]
+    ]
     sentences = []
-    for plain, other in [(plain, other) for plain in methods for other in methods if other.startswith(f"{plain}-")]:
-        first, second = part.label(plain), part.label(other)
-        columns.append((f"{second} − {first}", partial(_difference, plain, other)))
+    for (plain, other), (_, number) in zip(pairs, columns[len(methods) :], strict=True):
         counts: dict[str, list[bool]] = {}
-        for (_, metric, nfe), line in lines.items():
-            if mean := _gap(line.rows, plain, other):
-                name, sign = ("KL", -1) if metric == "kl" else (metric, 1)
-                counts.setdefault(f"{name} at NFE {nfe}", []).append(sign * mean.mean > 0)
+        for line in lines:
+            if mean := number.mean(line):
+                metric, nfe = line.rows[0].metric, line.rows[0].nfe
+                better = mean.mean < 0 if metric == "kl" else mean.mean > 0
+                counts.setdefault(f"{'KL' if metric == 'kl' else metric} at NFE {nfe}", []).append(better)
         words = comma(f"{name} in {sum(better)} of {len(better)}" for name, better in counts.items())
-        sentences += [f"{second} is better than {first}: {words} densities."] * bool(counts)
-    corner = ["Density", "of the exact law"]
-    return build(corner, list(lines.values()), columns, "\n".join(sentences), title=title)
-
-
-def _gap(rows: Sequence[Row], plain: str, other: str) -> SeedMean | None:
-    """Mean over seeds of (second - first method) on the same seed, with its error; None without a common seed."""
-    first, second = ({row.seed: row.value for row in rows if row.method == method} for method in (plain, other))
-    return mean_of(second[seed] - first[seed] for seed in first if seed in second)
-
-
-def _difference(plain: str, other: str, line: Line) -> str:
-    digits = measure(line.rows[0].metric).digits if line.rows else 0
-    return write(_gap(line.rows, plain, other), f"+.{digits}f")
+        sentences += [f"{part.label(other)} is better than {part.label(plain)}: {words} densities."] * bool(counts)
+    return build(["Density", "of the exact law"], lines, columns, "\n".join(sentences), title=title)
 
 
 def likelihood_tables(results: Results) -> list[Table]:
     """Objective, bounds and exact NLL of the demo's models against the number of steps, in nats per row."""
     part = results.only(task="toy")
     nll = part.only(metric="nll")
+    steps, truth = steps_of([Line((), nll.rows)]), nll.select(method="data")
+    if not truth or not steps:
+        return []
+
+    def at_steps(row: Row) -> Row:
+        """The NFE is T of `bound@T`, `iw@T,K` or a T-step sampler; the objective, which has none, goes first."""
+        numbers = str(row.convention).partition("@")[2].split(",")
+        return replace(row, nfe=int(numbers[0] or row.nfe or steps[0]), stderr=row.stderr or None)
+
     lines = [
-        Line((part.label(method), label), [row for row in rows if str(row.convention).startswith(kind)])
+        Line((part.label(method), label), [at_steps(row) for row in rows if str(row.convention).startswith(kind)])
         for method in ("mdlm", "vadd", "emoe")
         for rows in [nll.select(method=method)]
         for label, kind in KINDS.items()
     ]
-    steps, truth = steps_of(lines), nll.select(method="data")
-    if not truth:
-        return []
-    columns = [(f"T = {wanted}", partial(_likelihood, wanted, wanted == steps[0])) for wanted in steps]
+    number = Number(form=".3f", measured=True, plain=True)
+    columns = over("nfe", "T = {}", steps, lambda line: number(line) if line.rows else "")
     gains = (f"{part.label(row.method)} {row.value:+.3f}" for row in part.select(metric="coordination_gain"))
     text = note("likelihood", part, truth=f"{truth[0].value:.3f}", rows=f"{truth[0].n:,}", gains=comma(gains))
     return build(["Method", "nats per row"], lines, columns, text)
-
-
-def _likelihood(wanted: int, first: bool, line: Line) -> str:
-    """The likelihood of T steps; one without T, as the objective, in the first column."""
-    mean = mean_over_seeds([row for row in line.rows if _steps(row) in (wanted, first and None)], measured=True)
-    return write(mean._replace(stderr=mean.stderr or None), ".3f", plain=True) if mean else ""
-
-
-def _steps(row: Row) -> int | None:
-    """T of `bound@T`, `iw@T,K` or the exact NLL of a T-step sampler; None without one."""
-    numbers = str(row.convention).partition("@")[2]
-    return int(numbers.partition(",")[0]) if numbers else row.nfe
