@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emoe import console
-from emoe.console import Progress, meter, plain_table, tick_calls
+from emoe.console import Progress, console_table, meter, tick_calls
 
 
 def test_plain_lines_when_there_is_no_terminal(
@@ -120,6 +120,7 @@ def test_calls_of_a_network_are_lines_after_a_while(
         assert len(shown) == lines and all(line.startswith("drawing: step ") for line in shown)
 
 
-def test_a_plain_table() -> None:
-    text = plain_table(["name", "value"], [["a\nb", "1.5"], ["long name", "10"]], title="Title")
-    assert text == "Title\nname       value\n---------  -----\na b          1.5\nlong name     10\n"
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    console_table(["name", "value"], [["a\nb", "1.5"], ["long name", "10"]], title="Title")
+    lines = ["", "Title", "name       value", "---------  -----", "a b          1.5", "long name     10"]
+    assert capsys.readouterr().out.splitlines() == lines

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Server
+from safetensors.torch import load
 from small import TRANSFORMER, UNET, Settings, trained
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def forge(folder: Path, data: bytes) -> None:
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     """Weights with tensors changed, and a config that vouches for them."""
-    tensors = tensorfile.from_bytes((folder / "model.safetensors").read_bytes())
+    tensors = load((folder / "model.safetensors").read_bytes())
     edit(tensors)
     forge(folder, tensorfile.to_bytes(tensors))
 

@@ -22,7 +22,6 @@ class Ramp(Family, package=""):
 
     @classmethod
     def from_number(cls, value: float) -> Ramp:
-        """A bare number is a constant."""
         return Constant(value=value)
 
 
@@ -33,11 +32,9 @@ class Constant(Ramp, kind="constant"):
     value: float = option(doc="the value")
 
     def __call__(self, step: int, total: int) -> float:
-        """Return the value."""
         return self.value
 
     def extremes(self) -> tuple[float, ...]:
-        """The value."""
         return (self.value,)
 
 
@@ -51,32 +48,29 @@ class Slope(Ramp):
     steps: int | None = option(None, doc="length of the ramp in steps, instead of a share", low=1)
 
     def progress(self, step: int, total: int) -> float:
-        """min(1, h / length)."""
+        """u = min(1, h / length)."""
         return min(1.0, step / (self.steps if self.steps is not None else self.share * total))
 
     def extremes(self) -> tuple[float, ...]:
-        """Both ends."""
         return self.start, self.end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Slope, kind="linear"):
-    """A straight line."""
+    """A straight line: start + (end - start) * u."""
 
     def __call__(self, step: int, total: int) -> float:
-        """start + (end - start) * progress."""
         return self.start + (self.end - self.start) * self.progress(step, total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exponential(Slope, kind="exponential"):
-    """A constant factor per step (tau_h of App. B.1)."""
+    """A constant factor per step: start * (end / start)^u (tau_h of App. B.1)."""
 
     start: float = option(doc="value at step 0", above=0)
     end: float = option(doc="value at the end of the ramp", above=0)
 
     def __call__(self, step: int, total: int) -> float:
-        """start * (end / start) ** progress."""
         return self.start * (self.end / self.start) ** self.progress(step, total)
 
 
@@ -89,9 +83,7 @@ class Decay(Ramp, kind="decay"):
     floor: float = option(0.0, doc="smallest value", low=0)
 
     def __call__(self, step: int, total: int) -> float:
-        """max(floor, start * exp(-rate * h))."""
         return max(self.floor, self.start * math.exp(-self.rate * step))
 
     def extremes(self) -> tuple[float, ...]:
-        """The floor (a decay reaches it in the end) and the start."""
-        return self.floor, self.start
+        return self.floor, self.start  # a decay reaches its floor in the end

@@ -91,9 +91,7 @@ def test_a_deadline_and_a_signal_end_a_run_cleanly(tmp_path: Path) -> None:
 
     result = fit_line(Line(), tmp_path / "a", 9, callbacks=[callbacks.Deadline(time.monotonic())])
     assert (result.step, result.signal) == (0, None) and result.stop is not None and "time" in result.stop.reason
-    result = fit_line(
-        Line(), tmp_path / "b", 9, callbacks=[Ask(), callbacks.StopOnSignal(stop), callbacks.Deadline(math.inf)]
-    )
+    result = fit_line(Line(), tmp_path / "b", 9, callbacks=[Ask(), stop, callbacks.Deadline(math.inf)])
     assert (result.step, result.signal) == (3, signal.SIGTERM)
     for folder in ("a", "b"):
         assert fit_line(Line(), tmp_path / folder, 9, resume=True).step == 9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import pickle
 import random
@@ -223,8 +222,6 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
             attempt()
     with pytest.raises(TypeError):
         checkpoint.save(tmp_path, 1, make_state(1), {"bad": object()}, 2)
-    with pytest.raises(ValueError, match="letters"):
-        checkpoint.save(tmp_path, 1, {"../model": {}}, {}, 2)
     assert list(tmp_path.iterdir()) == [root]
 
 
@@ -268,12 +265,10 @@ def test_truncated_files_fall_back(tmp_path: Path, name: str) -> None:
             checkpoint.load(newer)
 
 
-def test_missing_files_are_named_and_extra_ones_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_files_are_named_and_extra_ones_ignored(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "notes.txt").write_text("hello")
-    with caplog.at_level(logging.WARNING):
-        assert_state(checkpoint.load(path), 1)
-    assert "notes.txt" in caplog.text
+    assert_state(checkpoint.load(path), 1)
     for missing, message in ((FILES[:1], "lacks ema.safetensors;"), (FILES[1:], "manifest.json")):
         for name in missing:
             (path / name).unlink()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ WEIGHTS = ("model", "ema")  # groups that sampling needs
 MANIFEST = "manifest.json"
 Groups = Mapping[str, Mapping[str, Tensor]]  # group (the stem of its file name) -> tensor name -> tensor
 _FOLDER = re.compile(r"step-[0-9]{9,}")
-_GROUP = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _log = logging.getLogger(__name__)
 
@@ -46,7 +45,9 @@ class Checkpoint:
     meta: dict[str, Any]
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
+    """An entry of the manifest."""
+
     group: str
     size: int
     sha256: str
@@ -70,17 +71,19 @@ def save(
     """
     if keep < 2:
         raise ConfigError([f"keep: must be >= 2, got {keep}"])
-    if step < 0 or not all(map(_GROUP.fullmatch, tensors)):
-        raise ValueError(f"a step >= 0 and groups of letters, digits and _ are needed, got {step}, {list(tensors)}")
-    path = root / f"step-{step:09d}"
+    path, files = root / f"step-{step:09d}", dict[str, Any]()
     try:
         root.mkdir(parents=True, exist_ok=True)
         storage.sweep(root)
         # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
-        if path.exists() and _is_valid(path, thorough=True):
+        if path.exists() and _is_sound(path, load):
             return path
         with storage.new_folder(path) as folder:
-            files = _write_tensors(folder, tensors, max_file_bytes)
+            for group, members in sorted(tensors.items()):
+                for name, shard in tensorfile.split(group, members, max_file_bytes).items():
+                    data = tensorfile.to_bytes(shard)
+                    storage.write_synced(folder / name, data)
+                    files[name] = {"group": group, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
             storage.fault("before-manifest")
             storage.write_sealed(folder / MANIFEST, content)
@@ -95,9 +98,9 @@ def save(
     return path
 
 
-def latest(root: Path, *, groups: Collection[str] | None = None) -> Path | None:
-    """The newest checkpoint with a sound manifest and files (of these groups) of the right sizes; none is read."""
-    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder, groups)), None)
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint with a sound manifest and files of the right sizes; none of them is read."""
+    return next((folder for folder in reversed(_folders(root)) if _is_sound(folder)), None)
 
 
 def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
@@ -108,10 +111,8 @@ def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
     if path.is_file():
         raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
     step, meta, files = _read_manifest(path, groups)
-    if extra := {entry.name for entry in path.iterdir()} - {*files, MANIFEST}:
-        _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(sorted(extra)))
     tensors: dict[str, dict[str, Tensor]] = {}
-    for name, file in _of(groups, files).items():
+    for name, file in files.items():
         group, members = tensors.setdefault(file.group, {}), tensorfile.read(path / name, file.sha256)
         if twice := group.keys() & members:
             raise StorageError(path / name, f"holds {min(twice)!r} a second time", DAMAGED)
@@ -139,20 +140,6 @@ def load_latest(root: Path, *, groups: Collection[str] | None = None) -> Checkpo
     return None
 
 
-def _write_tensors(folder: Path, tensors: Groups, max_file_bytes: int | None) -> dict[str, dict[str, Any]]:
-    """Write all groups; the file names with what the manifest says of them."""
-    files: dict[str, dict[str, Any]] = {}
-    for group, members in sorted(tensors.items()):
-        shards = tensorfile.split(members, max_file_bytes)
-        for index, names in enumerate(shards, 1):
-            suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            data = tensorfile.to_bytes({name: members[name] for name in names})
-            storage.write_synced(folder / f"{group}{suffix}.safetensors", data)
-            file = _File(group, len(data), hashlib.sha256(data).hexdigest())
-            files[f"{group}{suffix}.safetensors"] = file._asdict()
-    return files
-
-
 def _folders(root: Path) -> list[Path]:
     """All step folders, oldest first, valid or not."""
     folders = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)] if root.is_dir() else []
@@ -163,39 +150,33 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _of(groups: Collection[str] | None, files: Mapping[str, _File]) -> dict[str, _File]:
-    return {name: file for name, file in files.items() if groups is None or file.group in groups}
-
-
-def _read_manifest(folder: Path, groups: Collection[str] | None) -> tuple[int, dict[str, Any], dict[str, _File]]:
-    """Step, meta and files, once the seal, the schema and the presence and sizes of the groups' files are checked."""
+def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple[int, dict[str, Any], dict[str, File]]:
+    """Step, meta and the files of the groups, once the seal, the schema and their presence and sizes are checked."""
     path = folder / MANIFEST
     content = storage.read_sealed(path)
     try:
         if content["schema"] > SCHEMA:
             problem = f"has schema {content['schema']}, this release reads up to {SCHEMA}"
             raise NewerSchemaError(path, problem, "update emoe")
-        files = {name: _File(**entry) for name, entry in content["files"].items()}
+        files = {name: File(**entry) for name, entry in content["files"].items()}
         step, meta = int(content["step"]), dict(content["meta"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(path, f"is not a manifest ({error!r})", DAMAGED) from error
     # Names come from a file that may be foreign: nothing outside the folder, nothing but safetensors.
     if odd := [name for name in files if not _FILE.fullmatch(name)]:
         raise StorageError(path, f"lists files that are not safetensors: {odd}", "pickles are never loaded")
-    wanted = _of(groups, files)
-    if missing := [name for name in wanted if not (folder / name).is_file()]:
+    files = {name: file for name, file in files.items() if groups is None or file.group in groups}
+    if missing := [name for name in files if not (folder / name).is_file()]:
         raise StorageError(folder, f"lacks {', '.join(missing)}", DAMAGED)
-    if wrong := [name for name, file in wanted.items() if (folder / name).stat().st_size != file.size]:
+    if wrong := [name for name, file in files.items() if (folder / name).stat().st_size != file.size]:
         raise StorageError(folder, f"has files of the wrong size: {', '.join(wrong)}", DAMAGED)
     return step, meta, files
 
 
-def _is_valid(folder: Path, groups: Collection[str] | None = None, *, thorough: bool = False) -> bool:
-    """Whether manifest and file sizes are right; `thorough` also reads and hashes every byte."""
+def _is_sound(folder: Path, read: Callable[[Path], object] = _read_manifest) -> bool:
+    """Whether manifest and file sizes are right; with `load` every byte is read and hashed."""
     try:
-        _, _, files = _read_manifest(folder, groups)
-        for name in files if thorough else ():
-            storage.read_verified(folder / name, files[name].sha256)
+        read(folder)
     except NewerSchemaError:
         raise
     except StorageError:
@@ -209,7 +190,7 @@ def _prune(root: Path, step: int, keep: int) -> None:
     Later steps do not count: they are there only if they were damaged and the run went on from an older one.
     """
     upto = [folder for folder in _folders(root) if _step_of(folder) <= step]
-    valid = [folder for folder in upto if _is_valid(folder)]
+    valid = [folder for folder in upto if _is_sound(folder)]
     for folder in upto[: upto.index(valid[-keep])] if len(valid) >= keep else []:
         try:
             storage.discard(folder)

@@ -23,7 +23,6 @@ from emoe.ramps import Ramp
 from emoe.rng import Rng
 
 MAX_SKIPPED_IN_ROW = 20
-STOP, FAIL = 64, 65  # agreed between ranks beside the numbers of signals
 
 
 class NumericFailure(RuntimeError):
@@ -125,11 +124,9 @@ def _restore(stepper: Stepper, folder: Path) -> int:
 
 def _asked(callbacks: Sequence[Callback], step: int, world: World) -> Stop | None:
     """The stop that a callback of any rank asks for; all ranks get one of the same kind."""
-    own = next((stop for callback in callbacks if (stop := callback.should_stop(step)) is not None), None)
-    code = world.agree(0 if own is None else own.signal or (FAIL if own.failed else STOP))
-    if not code or own is not None:
-        return own
-    return Stop("another rank stopped", 0 if code in (STOP, FAIL) else code, code == FAIL)
+    own = next((stop for callback in callbacks if (stop := callback.should_stop(step))), None)
+    asked, signal, failed = world.agree(*((1, own.signal, own.failed) if own else (0, 0, 0)))
+    return Stop("another rank stopped", signal, bool(failed)) if asked and not own else own
 
 
 def _record(stepper: Stepper, step: int) -> dict[str, Any]:
@@ -148,11 +145,9 @@ def _record(stepper: Stepper, step: int) -> dict[str, Any]:
 
 def _check_refused(stepper: Stepper, step: int) -> None:
     in_row, loss = int(stepper.optimizer.skipped_in_row.item()), stepper.loss
-    if in_row < MAX_SKIPPED_IN_ROW:
-        return
-    if loss is not None and loss.valid is not None and not bool(loss.valid):
-        raise NumericFailure(f"step {step}: the last {in_row} steps were refused: {loss.refusal}")
-    raise NumericFailure(
-        f"step {step}: the last {in_row} steps had a loss or gradient that is not finite and were skipped. "
-        "Lower optim.lr, set optim.clip, or look at metrics.jsonl for where it began."
-    )
+    if in_row >= MAX_SKIPPED_IN_ROW:
+        reason = "had a loss or gradient that is not finite and were skipped. Lower optim.lr, set optim.clip, or look "
+        reason += "at metrics.jsonl for where it began."
+        if loss is not None and loss.valid is not None and not bool(loss.valid):
+            reason = f"were refused: {loss.refusal}"
+        raise NumericFailure(f"step {step}: the last {in_row} steps {reason}")

@@ -28,7 +28,6 @@ class OptimConfig(Config):
     floor: float = option(0.0, doc="share of the peak that a cosine ends at", low=0, high=1)
 
     def conflicts(self) -> Iterator[str]:
-        """Two decay rates."""
         if len(self.betas) != 2 or max(self.betas) >= 1:
             yield f"betas: must be two numbers in [0, 1), got {self.betas}"
 

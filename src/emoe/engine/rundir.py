@@ -29,36 +29,23 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     nothing stale is left after SIGKILL. The file itself stays, since removing it would let a third process lock a new
     file of the same name.
     """
-    folder, thread = run_dir.resolve(), threading.get_ident()
-    if _HELD.get(folder) == thread:
+    folder, thread, path = run_dir.resolve(), threading.get_ident(), run_dir / "run.lock"
+    with contextlib.ExitStack() as stack:
+        if _HELD.get(folder) != thread:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(path, "a+"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(0)
+                print(os.getpid(), file=file, flush=True)
+            except BlockingIOError:
+                file.seek(0)
+                holder = f"process {pid}" if (pid := file.read().strip()) else "another process"
+                remedy = "wait until it ends, stop it, or choose another folder"
+                raise RunBusy(f"{run_dir}: in use by {holder}; {remedy}") from None
+            except OSError as error:
+                remedy = "give a writable folder on a disk that has locks"
+                raise StorageError(path, f"cannot be locked ({error.strerror})", remedy) from error
+            _HELD[folder] = thread
+            stack.callback(_HELD.pop, folder)
         yield
-        return
-    descriptor = _lock(run_dir)
-    _HELD[folder] = thread
-    try:
-        yield
-    finally:
-        del _HELD[folder]
-        os.close(descriptor)
-
-
-def _lock(run_dir: Path) -> int:
-    path = run_dir / "run.lock"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StorageError(path, f"cannot be opened ({error.strerror})", "give a writable folder") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        pid = os.pread(descriptor, 32, 0).decode().strip()
-        os.close(descriptor)
-        if not isinstance(error, BlockingIOError):
-            raise StorageError(path, f"cannot be locked ({error.strerror})", "use a disk that has locks") from error
-        holder = f"process {pid}" if pid.isdigit() else "another process"
-        message = f"{run_dir}: in use by {holder}; wait until it ends, stop it, or choose another folder"
-        raise RunBusy(message) from None
-    return descriptor

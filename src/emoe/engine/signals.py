@@ -9,13 +9,16 @@ import threading
 from types import FrameType
 from typing import Any
 
+from emoe.engine.callbacks import Callback, Stop
+
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-class StopSignal:
+class StopSignal(Callback):
     """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`, the number of the signal.
 
-    Outside the main thread, where Python allows no handlers, it does nothing and `requested` stays None.
+    As a callback it ends a run after the step under way. Outside the main thread, where Python allows no handlers, the
+    block does nothing.
     """
 
     def __init__(self) -> None:
@@ -26,6 +29,9 @@ class StopSignal:
         """Ask for a stop from within, as a SIGTERM from outside would."""
         if self.requested is None:
             self.requested = signal.SIGTERM
+
+    def should_stop(self, step: int) -> Stop | None:
+        return None if self.requested is None else Stop(f"signal {self.requested}", self.requested)
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emoe import kernels
-from emoe.config import Config, ConfigError, option
+from emoe.config import Config, option
 from emoe.engine.arithmetic import Precision
 from emoe.engine.distributed import ALONE, World
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
@@ -56,7 +56,6 @@ class TrainConfig(Config):
     )
 
     def conflicts(self) -> Iterator[str]:
-        """Equal parts."""
         if self.batch % self.accumulate:
             yield f"accumulate: must divide batch = {self.batch}, got {self.accumulate}"
 
@@ -143,10 +142,8 @@ class Stepper:
 
     def _train(self, batch: Tensor) -> Loss:
         self.optimizer.zero_grad()
-        count = len(self.parts)
-        if len(batch) % count:
-            raise ConfigError([f"train.accumulate: {len(batch)} rows cannot be cut into {count} equal parts"])
-        loss = _mean([self._backward(rows, part) for rows, part in zip(batch.chunk(count), self.parts, strict=True)])
+        cut = batch.unflatten(0, (len(self.parts), -1))  # an error unless the parts are equal
+        loss = _mean([self._backward(rows, part) for rows, part in zip(cut, self.parts, strict=True)])
         if self.world.size > 1:
             loss = self._exchange(loss)
         self.optimizer.step(loss.total, loss.valid)
@@ -165,7 +162,7 @@ class Stepper:
         """Gradients, loss and log as means over the ranks: what follows is the same everywhere, refusals included."""
         params = self.optimizer.params
         # A parameter that no rank used must stay without a gradient, or weight decay and moments would act on it.
-        used = self.world.any_of([p.grad is not None for p in params])
+        used = self.world.agree(*(p.grad is not None for p in params))
         for p, anywhere in zip(params, used, strict=True):
             if anywhere and p.grad is None:
                 p.grad = torch.zeros_like(p)

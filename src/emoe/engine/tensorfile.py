@@ -12,26 +12,26 @@ from torch import Tensor
 from emoe.files import DAMAGED, StorageError, read_verified
 
 
-def split(members: Mapping[str, Tensor], limit: int | None) -> list[list[str]]:
-    """Sorted names, cut into lists whose files have at most `limit` bytes; a larger tensor stays alone."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in sorted(members):
-        size = members[name].nbytes + len(json.dumps(name)) + 160  # 160: the rest of its entry in the header
+def split(group: str, members: Mapping[str, Tensor], limit: int | None) -> dict[str, dict[str, Tensor]]:
+    """File name -> tensors, sorted by name, in files of at most `limit` bytes; a larger tensor stays alone."""
+    shards, filled = [dict[str, Tensor]()], 0
+    for name, tensor in sorted(members.items()):
+        size = tensor.nbytes + len(json.dumps(name)) + 160  # 160: the rest of its entry in the header
         if shards[-1] and limit is not None and filled + size > limit:
-            shards.append([])
+            shards.append({})
             filled = 0
-        shards[-1].append(name)
+        shards[-1][name] = tensor
         filled += size
-    return shards
+    if len(shards) == 1:
+        return {f"{group}.safetensors": shards[0]}
+    return {f"{group}-{index:05d}-of-{len(shards):05d}.safetensors": shard for index, shard in enumerate(shards, 1)}
 
 
 def to_bytes(members: Mapping[str, Tensor]) -> bytes:
     """Contents of the safetensors file of these tensors, whatever their device, layout and order."""
-    ready: dict[str, Tensor] = {}
-    storages = set()
-    for name in sorted(members):
-        tensor = members[name].detach().cpu().contiguous()
+    ready, storages = dict[str, Tensor](), set()
+    for name, tensor in sorted(members.items()):
+        tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
         # The format refuses tensors that share memory (tied weights, views of a buffer); a copy is the same.
         ready[name] = tensor.clone() if storage in storages else tensor
@@ -39,21 +39,13 @@ def to_bytes(members: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save(ready)
 
 
-def from_bytes(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; a ValueError if it is something else, such as a pickle, or malformed."""
-    # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
-    if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
-        raise ValueError("not a safetensors file; pickles and other formats are never loaded")
-    try:
-        return safetensors.torch.load(data)
-    except Exception as error:  # the parser's own errors, unknown dtypes, sizes that do not fit
-        raise ValueError(f"not a sound safetensors file: {error}") from error
-
-
 def read(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:
     """The tensors of a file with this SHA-256; a StorageError with the remedy if they cannot be read."""
     data = read_verified(path, sha256, remedy)
+    # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
+    if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
+        raise StorageError(path, "is no safetensors file; pickles and other formats are never loaded", remedy)
     try:
-        return from_bytes(data)
-    except ValueError as error:
-        raise StorageError(path, str(error), remedy) from error
+        return safetensors.torch.load(data)
+    except Exception as error:  # the parser's own errors, unknown dtypes, sizes that do not fit
+        raise StorageError(path, f"is no sound safetensors file: {error}", remedy) from error

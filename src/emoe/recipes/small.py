@@ -10,17 +10,7 @@ from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
 from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.base import MethodConfig
-from emoe.methods.emoe import EMoEConfig
-from emoe.methods.mdlm import MDLMConfig
-from emoe.methods.vadd import VADDConfig
-from emoe.recipes import register
-
-T_LOW = 1 / 64
-METHODS: dict[str, tuple[str, MethodConfig]] = {
-    "mdlm": ("MDLM", MDLMConfig(t_low=T_LOW)),
-    "vadd": ("VADD", VADDConfig(t_low=T_LOW)),
-    "emoe": ("E-MoE", EMoEConfig(t_low=T_LOW)),
-}
+from emoe.recipes import register, three_methods
 
 
 def _small(name: str, domain: DomainConfig, method: MethodConfig, nfe: tuple[int, ...], seed: int = 0) -> Experiment:
@@ -37,7 +27,7 @@ def _small(name: str, domain: DomainConfig, method: MethodConfig, nfe: tuple[int
     )
 
 
-for key, (label, method) in METHODS.items():
+for key, (label, method) in three_methods(t_low=1 / 64).items():
     # With seed 0 several of the 8 centres share a row, and even independent coordinates are often valid.
     demo = _small(f"demo-{key}", ToyConfig(density="8-modes"), method, (1, 2, 4, 8), seed=1)
     register(__name__, f"{label} of the demo: 8-modes, a small network.", demo)

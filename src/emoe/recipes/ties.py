@@ -12,9 +12,7 @@ from emoe.engine.optim import OptimConfig
 from emoe.experiment import EvalConfig, Experiment
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
-from emoe.methods.mdlm import MDLMConfig
-from emoe.methods.vadd import VADDConfig
-from emoe.recipes import register
+from emoe.recipes import register, three_methods
 from emoe.routing.compare import CompareConfig
 
 T_LOW = 1 / 64
@@ -40,15 +38,8 @@ WAKE_SLEEP = EMoEConfig(
     usage_floor=1.5,
 )
 
-for label, name, method in (
-    ("MDLM", "ties-mdlm", MDLMConfig(t_low=T_LOW)),
-    ("VADD", "ties-vadd", VADDConfig(t_low=T_LOW)),
-    ("E-MoE", "ties-emoe", EMoEConfig(t_low=T_LOW)),
-):
-    register(__name__, f"{label} on rows of tied symbols, pairs of length 16 unless changed.", _ties(name, method))
-register(
-    __name__,
-    "E-MoE on rows of tied symbols, learned by wake-sleep with routes in turn (docs/learning-the-latent.md).",
-    _ties("ties-emoe-wake-sleep", WAKE_SLEEP),
-    old="ties-emoe-plus",
-)
+for key, (label, method) in three_methods(T_LOW).items():
+    doc = f"{label} on rows of tied symbols, pairs of length 16 unless changed."
+    register(__name__, doc, _ties(f"ties-{key}", method))
+doc = "E-MoE on rows of tied symbols, learned by wake-sleep with routes in turn (docs/learning-the-latent.md)."
+register(__name__, doc, _ties("ties-emoe-wake-sleep", WAKE_SLEEP))

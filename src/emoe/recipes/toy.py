@@ -9,10 +9,9 @@ from emoe.engine.optim import OptimConfig
 from emoe.experiment import Experiment
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
-from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.ramps import Constant
-from emoe.recipes import register
+from emoe.recipes import register, three_methods
 from emoe.routing.compare import CompareConfig
 
 T_LOW = 1 / 64  # t ~ U[1/64, 1] bounds the 1/t weight by 64
@@ -26,17 +25,7 @@ VIMCO = EMoEConfig(
     compare=CompareConfig(estimator="vimco", draws=8, in_turn=True, sum_last=True),
     kl_time_power=Constant(value=1.0),
 )
-METHODS: dict[str, tuple[str, MethodConfig, float]] = {
-    "mdlm": ("MDLM on {} (Table 2, row 1).", MDLMConfig(t_low=T_LOW), 3e-4),
-    "vadd": ("VADD on {} (Table 2, row 2).", VADDConfig(t_low=T_LOW), 3e-4),
-    "emoe": ("E-MoE on {} (Table 2, row 3).", EMoEConfig(t_low=T_LOW), 3e-4),
-    "emoe-vimco": ("E-MoE on {}, learned by VIMCO with 8 draws.", VIMCO, 1e-3),
-    "vadd-plus": (
-        "VADD on {}, with the importance-weighted bound of 8 draws.",
-        VADDConfig(t_low=T_LOW, draws=8, elbo_weighted=True),
-        1e-3,
-    ),
-}
+VADD_PLUS = VADDConfig(t_low=T_LOW, draws=8, elbo_weighted=True)
 
 
 def _toy(name: str, density: Density, method: MethodConfig, lr: float) -> Experiment:
@@ -52,6 +41,10 @@ def _toy(name: str, density: Density, method: MethodConfig, lr: float) -> Experi
 
 
 for short, density in DENSITIES.items():
-    for key, (doc, method, lr) in METHODS.items():
-        old = f"toy-{short}-emoe-plus" if key == "emoe-vimco" else None
-        register(__name__, doc.format(density), _toy(f"toy-{short}-{key}", density, method, lr), old=old)
+    for row, (key, (label, method)) in enumerate(three_methods(T_LOW).items(), 1):
+        doc = f"{label} on {density} (Table 2, row {row})."
+        register(__name__, doc, _toy(f"toy-{short}-{key}", density, method, lr=3e-4))
+    doc = f"E-MoE on {density}, learned by VIMCO with 8 draws."
+    register(__name__, doc, _toy(f"toy-{short}-emoe-vimco", density, VIMCO, lr=1e-3))
+    doc = f"VADD on {density}, with the importance-weighted bound of 8 draws."
+    register(__name__, doc, _toy(f"toy-{short}-vadd-plus", density, VADD_PLUS, lr=1e-3))

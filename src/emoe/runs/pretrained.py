@@ -11,11 +11,10 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from emoe.files import StorageError
 from emoe.methods.base import Method
 from emoe.reporting.provenance import source_commit
 from emoe.runs.run import Run
-from emoe.runs.train import NO_RUN, Weights, load_run, load_weights, pick_device
+from emoe.runs.train import NO_RUN, Weights, load_run, pick_device, with_weights
 from emoe.types import TokenSpace
 
 Precision = Literal["fp16", "bf16"]
@@ -98,36 +97,25 @@ def from_pretrained(
     where, path = pick_device(device), find(name)
     if path is None:
         raise ConfigError([_unknown(name)])
-    with _config(path) as content:
-        saved = Experiment.from_tree(content["experiment"], content["schema"])
-        held, step, licence, title = content["weights"], int(content["step"]), content["licence"], content["name"]
-        space, digest = TokenSpace(**content["space"]), content["file"]["sha256"]
-    if weights not in ("auto", held):
-        raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {held}"])
-    experiment = customise(saved, settings or {})
-    method, tensors = experiment.build_method(space), tensorfile.read(path / MODEL, digest, AGAIN)
-    load_weights(method, tensors, f"weights: {path / MODEL} does not fit the model of its config and these settings")
-    run = Run(path, experiment, method.to(where).eval(), step, name=title, licence=licence)
-    if domain is not None:
-        run.domain = domain
-    return run
-
-
-@contextmanager
-def _config(folder: Path) -> Iterator[dict[str, Any]]:
-    """The content of a release's config; what is wrong with it in the `with` block is an error that names the file."""
-    path = folder / CONFIG
-    content = storage.read_sealed(path, AGAIN)
+    content = storage.read_sealed(path / CONFIG, AGAIN)
     try:
         if int(content["schema"]) > SCHEMA:
             problem = f"has schema {content['schema']}, this version reads up to {SCHEMA}"
-            raise NewerSchemaError(path, problem, "update emoe")
-        with prefixed(f"{path}: "):
-            yield content
-    except ConfigError:
+            raise NewerSchemaError(path / CONFIG, problem, "update emoe")
+        with prefixed(f"{path / CONFIG}: "):
+            saved = Experiment.from_tree(content["experiment"], content["schema"])
+        held, step, licence, title = content["weights"], int(content["step"]), content["licence"], content["name"]
+        space, digest = TokenSpace(**content["space"]), content["file"]["sha256"]
+    except ConfigError:  # of the experiment, which names the field
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StorageError(path, f"is no config of a release ({error!r})", AGAIN) from error
+        raise StorageError(path / CONFIG, f"is no config of a release ({error!r})", AGAIN) from error
+    if weights not in ("auto", held):
+        raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {held}"])
+    experiment = customise(saved, settings or {})
+    run = Run(path, experiment, experiment.build_method(space), step, name=title, licence=licence)
+    problem = f"weights: {path / MODEL} does not fit the model of its config and these settings"
+    return with_weights(run, tensorfile.read(path / MODEL, digest, AGAIN), problem, where, domain)
 
 
 def release(
@@ -231,7 +219,7 @@ def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], d
         if not rounded.isfinite().all():
             remedy = "; use --precision bf16" if precision == "fp16" else ""
             raise ConfigError(f"precision: {name} has weights too large for {precision}{remedy}")
-        errors[name] = (weight.double() - rounded.double()).abs().max().item() if weight.numel() else 0.0
+        errors[name] = (weight.double() - rounded.double()).abs().max().item()
         tensors[name] = rounded
     return tensors, errors
 

@@ -42,13 +42,10 @@ def count_calls(module: nn.Module) -> Iterator[CallCount]:
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
         count.calls += 1
-        count.rows += len(inputs[0]) if inputs else 0
+        count.rows += len(inputs[0])
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with module.register_forward_hook(hook):
         yield count
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()
@@ -90,29 +87,21 @@ def draw(
         raise ConfigError([f"given: expected {n} rows of {space.length} tokens, got shape {tuple(given.shape)}"])
     if given.min() < 0 or given.max() >= space.size:
         raise ConfigError([f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)"])
-    rng, began, training = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic(), method.training
+    rng, began = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic()
     parts, rows = [], 0
-    method.eval()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(method.train, method.training)
+        method.eval()
+        if precision is not None:
+            stack.enter_context(arithmetic(precision))
+        if precision == "bf16":
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         for start in range(0, n, batch or n):
             x = given[start : start + (batch or n)].to(device, copy=True)
-            with count_calls(method.backbone) as count, _products(precision, device):
+            with count_calls(method.backbone) as count:
                 parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler).cpu())
             if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
                 raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
             rows += count.rows
-    finally:
-        method.train(training)
     calls = nfe if sampler.kind == "plain" else rows / n
     return Pool(torch.cat(parts), nfe, calls, time.monotonic() - began)
-
-
-@contextlib.contextmanager
-def _products(precision: Precision | None, device: torch.device) -> Iterator[None]:
-    """Matrix products in a precision, for the length of a `with` block."""
-    with contextlib.ExitStack() as stack:
-        if precision:
-            stack.enter_context(arithmetic(precision))
-        if precision == "bf16":
-            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
-        yield

@@ -18,14 +18,13 @@ from torch import Tensor
 from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopOnSignal
+from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar
 from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
 from emoe.engine.rundir import run_lock
 from emoe.engine.signals import StopSignal
 from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
-from emoe.methods.base import Method
 from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
@@ -83,8 +82,8 @@ def train(
     path = Path(folder)
     experiment = customise(get_recipe(recipe) if isinstance(recipe, str) else recipe, settings or {})
     where, config, parts = _own_device(device), experiment.train, _parts(experiment.train)
-    label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
-    shown: Sequence[Callback] = [ProgressBar(label)] if callbacks is None else callbacks
+    if callbacks is None:
+        callbacks = [ProgressBar(f"{experiment.name.partition(' ')[0]} seed {experiment.seed}")]
     with joined(where) as world, contextlib.ExitStack() as stack:
         domain = experiment.domain.build(experiment.seed) if domain is None else domain
         method = experiment.build_method(domain.space).to(where)
@@ -113,7 +112,7 @@ def train(
             resume=resume,
             meta=meta,
             # The warning comes before what shows it.
-            callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *shown, StopOnSignal(stop)],
+            callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *callbacks, stop],
             world=world,
         )
         run = load_run(path, device=str(where), domain=domain)
@@ -156,26 +155,18 @@ def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: i
             raise ConfigError(f"run: {path} already holds a trained run; add --resume to go on, or choose another")
         if not saved.exists():
             raise ConfigError(f"run: {path} has checkpoints but no experiment.json; choose another folder")
-        _check_same(path, experiment, data, parts)
+        changes = differences(Experiment.load(saved), experiment).items()
+        if frozen := [f"  {field}: {change}" for field, change in changes if not field.startswith("eval.")]:
+            first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
+            raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
+        newest = checkpoint.load_latest(path / "checkpoints", groups=())
+        meta = newest.meta if newest is not None else {}
+        if meta.get("data", data) != data:
+            raise ConfigError(f"resume: the training rows are not those {path} was started with; use a new folder")
+        if (before := meta.get("parts", 1)) != parts:
+            cut = f"the updates of {path} are cut into {before} parts (processes x train.accumulate), not {parts}"
+            raise ConfigError(f"resume: {cut}, and each draws its own noise; keep the product")
     experiment.save(saved)
-
-
-def _check_same(path: Path, experiment: Experiment, data: str, parts: int) -> None:
-    changes = differences(Experiment.load(path / "experiment.json"), experiment).items()
-    if frozen := [f"  {field}: {change}" for field, change in changes if not field.startswith("eval.")]:
-        first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
-        raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
-    newest = checkpoint.latest(path / "checkpoints")
-    if newest is None:
-        return
-    meta = checkpoint.load(newest, groups=()).meta
-    if meta.get("data", data) != data:
-        raise ConfigError(f"resume: the training rows are not those {path} was started with; train into a new folder")
-    if (before := meta.get("parts", 1)) != parts:
-        raise ConfigError(
-            f"resume: the updates of {path} are cut into {before} parts (processes x train.accumulate), not {parts}, "
-            "and each draws its own noise; keep the product"
-        )
 
 
 def load_run(
@@ -212,22 +203,27 @@ def load_run(
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
     if domain is None and "space" not in saved.meta:  # a run of an earlier version
         domain = experiment.domain.build(experiment.seed)
-    method = experiment.build_method(TokenSpace(**saved.meta["space"]) if domain is None else domain.space)
+    space = TokenSpace(**saved.meta["space"]) if domain is None else domain.space
     if weights == "ema" and "ema" not in saved.tensors:
         raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
     state = saved.tensors["model"] | ({} if weights == "model" else saved.tensors.get("ema", {}))
-    load_weights(method, state, f"run: the weights in {path} do not fit these fields or this data")
-    run = Run(path, experiment, method.to(where).eval(), saved.step)
-    if domain is not None:
-        run.domain = domain
-    return run
+    problem = f"run: the weights in {path} do not fit these fields or this data"
+    return with_weights(
+        Run(path, experiment, experiment.build_method(space), saved.step), state, problem, where, domain
+    )
 
 
-def load_weights(method: Method, state: Mapping[str, Tensor], problem: str) -> None:
-    """Load weights; a ConfigError that begins with `problem` and names tensors if they are not those of the method."""
+def with_weights(
+    run: Run, state: Mapping[str, Tensor], problem: str, where: torch.device, domain: Domain | None
+) -> Run:
+    """Load weights into the method of a run; if they do not fit, a ConfigError begins with the problem."""
     try:
-        method.load_state_dict(state)
+        run.method.load_state_dict(state)
     except RuntimeError as error:
         faults = [f"  {line.strip()}" for line in str(error).splitlines()[1:]]
         more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []
         raise ConfigError([problem, *faults[:5], *more]) from None
+    run.method.to(where).eval()
+    if domain is not None:
+        run.domain = domain
+    return run
