@@ -9,10 +9,6 @@ from typing import NamedTuple
 
 from emoe.config import ConfigError, hint
 from emoe.experiment import Experiment
-from emoe.methods.base import MethodConfig
-from emoe.methods.emoe import EMoEConfig
-from emoe.methods.mdlm import MDLMConfig
-from emoe.methods.vadd import VADDConfig
 
 
 class Recipe(NamedTuple):
@@ -53,12 +49,6 @@ def _add(name: str, new: Recipe) -> None:
     if other.origin != new.origin:
         raise ConfigError(f"recipe: {name!r} is in both {other.origin} and {new.origin}; choose another name for one")
     _RECIPES[name] = new
-
-
-def three_methods(t_low: float) -> dict[str, tuple[str, MethodConfig]]:
-    """The methods of the paper's tables with their labels, by the last word of a recipe's name."""
-    options = {"mdlm": ("MDLM", MDLMConfig), "vadd": ("VADD", VADDConfig), "emoe": ("E-MoE", EMoEConfig)}
-    return {key: (label, config(t_low=t_low)) for key, (label, config) in options.items()}
 
 
 def all_recipes() -> dict[str, Recipe]:
