@@ -13,14 +13,13 @@ import pytest
 from processes import TRAIN, Server, outcome
 from small import TOY
 
-from emoe.engine.rundir import RunBusy, run_lock
 from emoe.experiment import Experiment
-from emoe.files import StorageError
+from emoe.files import RunBusy, StorageError, run_lock
 
 HOLD = """
 import time
 from pathlib import Path
-from emoe.engine.rundir import RunBusy, run_lock
+from emoe.files import RunBusy, run_lock
 try:
     with run_lock(Path(arguments)):
         print("held", flush=True)

@@ -16,9 +16,8 @@ from emoe.engine.callbacks import Callback, CollapseError, FitInfo, FitResult, S
 from emoe.engine.distributed import ALONE, World
 from emoe.engine.metricslog import MetricsLog
 from emoe.engine.optim import OptimConfig
-from emoe.engine.rundir import run_lock
 from emoe.engine.stepper import Stepper, TrainConfig
-from emoe.files import prepare
+from emoe.files import prepare, run_lock
 from emoe.ramps import Ramp
 from emoe.rng import Rng
 

@@ -21,10 +21,10 @@ from emoe.engine import checkpoint
 from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar
 from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
-from emoe.engine.rundir import run_lock
 from emoe.engine.signals import StopSignal
 from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
+from emoe.files import run_lock
 from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
