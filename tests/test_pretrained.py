@@ -25,7 +25,7 @@ from emoe.config import ConfigError
 from emoe.domains.base import DataError
 from emoe.domains.images import Digits, DigitsConfig, as_images, classifier
 from emoe.engine import checkpoint, tensorfile
-from emoe.engine.checkpoint import NewerSchemaError, StorageError
+from emoe.files import NewerSchemaError, StorageError
 from emoe.runs.pretrained import PACKAGED, find, from_pretrained, release, released
 from emoe.runs.run import Run
 from emoe.runs.train import load_run
@@ -82,7 +82,7 @@ def seal(path: Path, content: dict[str, Any]) -> None:
 def forge(folder: Path, data: bytes) -> None:
     """Other bytes in place of the weights, with a config that vouches for them."""
     (folder / "model.safetensors").write_bytes(data)
-    config = storage.read_sealed(folder / "config.json")
+    config = storage.read_sealed(folder / "config.json", 2)
     config["file"] |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     seal(folder / "config.json", config)
 
@@ -195,7 +195,7 @@ def test_a_run_of_an_earlier_version_is_opened_with_its_data(rows: Run) -> None:
     """Its checkpoint does not say how many symbols and positions there are."""
     shutil.copytree(rows.path, "run")
     for path in Path("run").glob("checkpoints/*/manifest.json"):
-        content = storage.read_sealed(path)
+        content = storage.read_sealed(path, 1)
         assert content["meta"].pop("space")
         seal(path, content)
     opened = load_run("run", device="cpu")
@@ -294,10 +294,10 @@ def test_wrong_tensors_are_named(copy: Path) -> None:
 
 
 def test_other_schemas_and_foreign_configs_are_refused(copy: Path) -> None:
-    config = storage.read_sealed(copy / "config.json")
+    config = storage.read_sealed(copy / "config.json", 2)
     seal(copy / "config.json", config | {"schema": 3})
     refused(NewerSchemaError, "has schema 3, this version reads up to 2; update emoe", from_pretrained, copy)
-    for broken in ({"schema": "x"}, {"space": {"size": 0, "mask_id": 0, "length": 1}}, {"file": None}, {"step": []}):
+    for broken in ({"space": {"size": 0, "mask_id": 0, "length": 1}}, {"file": None}, {"step": []}):
         seal(copy / "config.json", config | broken)
         refused(StorageError, "is no config of a release", from_pretrained, copy)
     seal(copy / "config.json", config | {"experiment": config["experiment"] | {"colour": "red"}})

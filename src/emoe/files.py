@@ -27,6 +27,10 @@ class StorageError(RuntimeError):
         super().__init__(f"{path}: {problem}; {remedy}")
 
 
+class NewerSchemaError(StorageError):
+    """An intact file of a later version; falling back to an older one would throw work away unasked."""
+
+
 class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder
     """Another process works in the run folder."""
 
@@ -74,8 +78,12 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to write into; it becomes `path` when the block ends, and vanishes after an error."""
+def new_folder(path: Path, size: int) -> Iterator[Path]:
+    """A temporary folder to write into; it becomes `path` when the block ends, and vanishes after an error.
+
+    Raises:
+        StorageError: It cannot be written; `size` bytes were to go there.
+    """
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -84,6 +92,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         fault("before-rename")
         temporary.rename(path)
         sync_folder(path.parent)
+    except OSError as error:
+        problem = f"cannot be written, {size} bytes needed ({error})"
+        raise StorageError(path, problem, "free space or make the folder writable, then try again") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -135,15 +146,20 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     write_synced(path, _seal(rest) + b"\n" + rest)
 
 
-def read_sealed(path: Path, remedy: str = DAMAGED) -> dict[str, Any]:
-    """Read what `write_sealed` wrote; a single changed bit is an error."""
+def read_sealed(path: Path, schema: int, remedy: str = DAMAGED) -> dict[str, Any]:
+    """Read what `write_sealed` wrote in a schema up to this one; a single changed bit is an error."""
     head, _, rest = _read(path, remedy).partition(b"\n")
     if head != _seal(rest):
         raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
     try:
-        return dict(json.loads(b"{" + rest))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StorageError(path, f"is not a JSON object ({error})", remedy) from error
+        content = dict(json.loads(b"{" + rest))
+        newer = content["schema"] > schema
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StorageError(path, f"is no JSON object with a schema ({error!r})", remedy) from error
+    if newer:
+        problem = f"has schema {content['schema']}, this version reads up to {schema}"
+        raise NewerSchemaError(path, problem, "update emoe")
+    return content
 
 
 def _seal(rest: bytes) -> bytes:

@@ -19,7 +19,7 @@ from torch import Tensor
 from emoe import files as storage
 from emoe.config import ConfigError
 from emoe.engine import checkpoint, tensorfile
-from emoe.engine.checkpoint import NewerSchemaError, StorageError
+from emoe.files import NewerSchemaError, StorageError
 
 Groups = dict[str, dict[str, Tensor]]
 

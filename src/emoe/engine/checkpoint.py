@@ -21,7 +21,7 @@ from torch import Tensor
 from emoe import files as storage
 from emoe.config import ConfigError
 from emoe.engine import tensorfile
-from emoe.files import DAMAGED, StorageError
+from emoe.files import DAMAGED, NewerSchemaError, StorageError
 
 SCHEMA = 1
 WEIGHTS = ("model", "ema")  # groups that sampling needs
@@ -30,10 +30,6 @@ Groups = Mapping[str, Mapping[str, Tensor]]  # group (the stem of its file name)
 _FOLDER = re.compile(r"step-[0-9]{9,}")
 _FILE = re.compile(r"[A-Za-z0-9_]+(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _log = logging.getLogger(__name__)
-
-
-class NewerSchemaError(StorageError):
-    """An intact checkpoint of a later release; falling back to an older one would throw work away unasked."""
 
 
 @dataclass(frozen=True)
@@ -71,28 +67,23 @@ def save(
     """
     if keep < 2:
         raise ConfigError([f"keep: must be >= 2, got {keep}"])
+    storage.prepare(root)
     path, files = root / f"step-{step:09d}", dict[str, Any]()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        storage.sweep(root)
-        # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
-        if path.exists() and _is_sound(path, load):
-            return path
-        with storage.new_folder(path) as folder:
-            for group, members in sorted(tensors.items()):
-                for name, shard in tensorfile.split(group, members, max_file_bytes).items():
-                    data = tensorfile.to_bytes(shard)
-                    storage.write_synced(folder / name, data)
-                    files[name] = {"group": group, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
-            storage.fault("before-manifest")
-            storage.write_sealed(folder / MANIFEST, content)
-            if path.exists():
-                storage.discard(path)
-    except OSError as error:
-        needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
-        problem = f"cannot write the checkpoint of step {step}, {needed} bytes needed ({error})"
-        raise StorageError(root, problem, "free space or make the folder writable, then resume") from error
+    # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
+    if path.exists() and _is_sound(path, load):
+        return path
+    size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+    with storage.new_folder(path, size) as folder:
+        for group, members in sorted(tensors.items()):
+            for name, shard in tensorfile.split(group, members, max_file_bytes).items():
+                data = tensorfile.to_bytes(shard)
+                storage.write_synced(folder / name, data)
+                files[name] = {"group": group, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
+        storage.fault("before-manifest")
+        storage.write_sealed(folder / MANIFEST, content)
+        if path.exists():
+            storage.discard(path)
     storage.fault("after-rename")
     _prune(root, step, keep)
     return path
@@ -153,11 +144,8 @@ def _step_of(folder: Path) -> int:
 def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple[int, dict[str, Any], dict[str, File]]:
     """Step, meta and the files of the groups, once the seal, the schema and their presence and sizes are checked."""
     path = folder / MANIFEST
-    content = storage.read_sealed(path)
+    content = storage.read_sealed(path, SCHEMA)
     try:
-        if content["schema"] > SCHEMA:
-            problem = f"has schema {content['schema']}, this release reads up to {SCHEMA}"
-            raise NewerSchemaError(path, problem, "update emoe")
         files = {name: File(**entry) for name, entry in content["files"].items()}
         step, meta = int(content["step"]), dict(content["meta"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

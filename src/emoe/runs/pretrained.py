@@ -24,7 +24,6 @@ from emoe import files as storage
 from emoe.config import ConfigError, prefixed, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import tensorfile
-from emoe.engine.checkpoint import NewerSchemaError
 from emoe.experiment import Experiment, customise
 from emoe.files import StorageError
 from emoe.methods.base import Method
@@ -97,11 +96,8 @@ def from_pretrained(
     where, path = pick_device(device), find(name)
     if path is None:
         raise ConfigError([_unknown(name)])
-    content = storage.read_sealed(path / CONFIG, AGAIN)
+    content = storage.read_sealed(path / CONFIG, SCHEMA, AGAIN)
     try:
-        if int(content["schema"]) > SCHEMA:
-            problem = f"has schema {content['schema']}, this version reads up to {SCHEMA}"
-            raise NewerSchemaError(path / CONFIG, problem, "update emoe")
         with prefixed(f"{path / CONFIG}: "):
             saved = Experiment.from_tree(content["experiment"], content["schema"])
         held, step, licence, title = content["weights"], int(content["step"]), content["licence"], content["name"]
@@ -146,9 +142,8 @@ def release(
     source, root = Path(run_dir), Path(out)
     if not (source / "experiment.json").is_file():
         raise ConfigError(f"run: {source} {NO_RUN}")
-    experiment = Experiment.load(source / "experiment.json")
-    held: Weights = "ema" if experiment.train.ema else "model"
-    run, steps = load_run(source, device="cpu", weights=held), experiment.train.steps
+    run = load_run(source, device="cpu")
+    experiment, steps = run.experiment, run.experiment.train.steps
     if run.step < steps and not unfinished:
         remedy = "finish it with: emoe train ... --resume, or add --unfinished"
         raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
@@ -161,7 +156,7 @@ def release(
         "name": name,
         "experiment": to_dict(_portable(experiment)),
         "step": run.step,
-        "weights": held,
+        "weights": "ema" if experiment.train.ema else "model",
         "precision": precision,
         "rounding": errors[worst],
         "parameters": parameters,
@@ -173,13 +168,9 @@ def release(
         "torch": torch.__version__,
     }
     storage.prepare(root)
-    try:
-        with storage.new_folder(root / name) as folder:
-            storage.write_synced(folder / MODEL, data)
-            storage.write_sealed(folder / CONFIG, config)
-    except OSError as error:
-        problem = f"cannot write the release {name!r}, {len(data)} bytes needed ({error})"
-        raise StorageError(root, problem, "free space or make the folder writable") from error
+    with storage.new_folder(root / name, len(data)) as folder:
+        storage.write_synced(folder / MODEL, data)
+        storage.write_sealed(folder / CONFIG, config)
     size = sum(file.stat().st_size for file in (root / name).iterdir())
     return Release(name, root / name, parameters, size, errors[worst], worst)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,12 +41,9 @@ def pick_device(name: str = "auto") -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda", "mps"):
+    if not re.fullmatch(r"(cpu|cuda|mps)(:\d\d?)?", name):
         raise ConfigError([f"device: {name!r} is not known; allowed: auto, cpu, cuda, cuda:N"])
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= gpus:
         here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
         raise ConfigError([f"device: {name!r} was asked for, but torch sees {gpus or 'no'} GPU; allowed here: {here}"])
@@ -123,11 +121,9 @@ def train(
 def _own_device(name: str) -> torch.device:
     """The device of this process: with several of them, each has the GPU of its number on this machine."""
     where, (_, size, local) = pick_device(name), launched()
-    if size == 1:
-        return where
-    if threading.current_thread() is not threading.main_thread():
+    if size > 1 and threading.current_thread() is not threading.main_thread():
         raise ConfigError("ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE")
-    if where.type != "cuda":
+    if size == 1 or where.type != "cuda":
         return where
     if where.index is not None:
         raise ConfigError(f"device: each of {size} processes has a GPU of its own, so {name!r} cannot be; give cuda")
