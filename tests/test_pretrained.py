@@ -23,7 +23,7 @@ import emoe
 from emoe import files as storage
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.images import as_images, classifier
+from emoe.domains.images import classifier
 from emoe.engine import checkpoint, tensorfile
 from emoe.files import NewerSchemaError, StorageError
 from emoe.runs.pretrained import PACKAGED, find, from_pretrained, release, released
@@ -321,13 +321,3 @@ def test_released_models_of_the_package_load_and_sample() -> None:
         assert drawn.shape == (3, space.length) and (drawn != space.mask_id).all() and drawn.max() < space.size
         chances = log_probabilities(opened).exp()
         assert chances.isfinite().all() and torch.allclose(chances.sum(-1), torch.ones(()), atol=1e-4)
-
-
-@pytest.mark.parametrize(("name", "least", "most"), [("mnist-mdlm", 0.0, 0.5), ("mnist-emoe", 0.6, 1.0)])
-def test_one_call_of_the_models_that_ship(name: str, least: float, most: float) -> None:
-    """How often the pixel to the right of an inked one is inked too: strokes of a digit, or scattered dots."""
-    images = torch.as_tensor(as_images(from_pretrained(name).sample(16, nfe=1, seed=0)))
-    inked = images[:, :, :-1] == 1
-    together = (images[:, :, 1:] == 1)[inked].float().mean()
-    assert 0.02 < images.float().mean() < 0.3
-    assert least < together < most
