@@ -30,12 +30,10 @@ SCHEMA_1: dict[str, Any] = json.loads((GOLDEN / "recipes.json").read_text())
     ("settings", "words"),
     [
         ({"train.steps": "50", "method.top_k": "1", "optim.lr": "3e-4"}, "method.top-k=1 train.steps=50"),
-        ({"train.steps": 50, "eval.sampler.nucleus": 0.5}, "eval.sampler.nucleus=0.5 train.steps=50"),
         ({"optim.clip": None, "train.deterministic": True}, "optim.clip=none train.deterministic=true"),
         ({"method.relax_tau": Constant(value=0.5)}, "method.relax-tau={'kind': 'constant', 'value': 0.5}"),
         ({"method.latent": "3", "method": "vadd"}, "method=vadd method.latent=3"),
         ({"seed": 3, "eval.nfe": [1], "train.keep": 5, "train.log_every": 7, "train.accumulate": 2}, ""),
-        ({"train.stop_on_collapse": True, "train.max_file_mb": 8, "eval.batch": 9}, ""),
         ({"method.top-k": 2}, ""),  # its own value
     ],
 )

@@ -169,11 +169,6 @@ def cut(whole_run: Path, run: Path, step: int) -> Path:
     return run
 
 
-def test_another_process_ends_with_the_same_bits(trainings: Trainings, twelve: Path, tmp_path: Path) -> None:
-    assert trainings.run(tmp_path / "run", steps=12, train__keep=20, train__save_every=1) == 0
-    assert_same(tmp_path / "run", twelve)
-
-
 @pytest.mark.parametrize("step", [*range(0, 12, 2), 11, 12])
 def test_resumed_after_a_step_and_evaluated_before(step: int, twelve: Path, tmp_path: Path) -> None:
     run = cut(twelve, tmp_path / "run", step)
