@@ -95,7 +95,7 @@ def _numbers(value: Any) -> tuple[float, ...]:
     if isinstance(value, tuple):
         return tuple(number for item in value for number in _numbers(item))
     if isinstance(value, Family):
-        return value.extremes()
+        return tuple(getattr(value, name) for name in value.extremes)
     return (value,) if _is_number(value) else ()
 
 
@@ -116,6 +116,8 @@ class Family(Config):
     members: ClassVar[dict[str, type[Family]]] = {}
     package: ClassVar[str] = ""
     shared: ClassVar[tuple[str, ...]] = ()
+    number_kind: ClassVar[str] = ""  # the kind, with a field `value`, that a bare number means; none: a number is wrong
+    extremes: ClassVar[tuple[str, ...]] = ()  # fields that are checked against the range of a field with this config
 
     def __init_subclass__(cls, *, kind: str = "", package: str | None = None, shared: tuple[str, ...] = ()) -> None:
         super().__init_subclass__()
@@ -130,15 +132,6 @@ class Family(Config):
                 raise ConfigError([f"kind: {kind!r} is both {names[0]} and {names[1]}; choose another name for one"])
             cls.kind = kind
             cls.members[kind] = cls
-
-    def extremes(self) -> tuple[float, ...]:
-        """Smallest and largest number this object stands for (ramps), to be checked against a field's range."""
-        return ()
-
-    @classmethod
-    def from_number(cls, value: float) -> Family | None:
-        """What a bare number means where this family is expected; None if it means nothing."""
-        return None
 
     @classmethod
     def known_kinds(cls) -> list[str]:
@@ -270,14 +263,12 @@ def convert(annotation: Any, value: Any, allowed: str = "") -> Any:
         elif issubclass(kind, Config):
             if isinstance(value, kind):
                 return value
+            if issubclass(kind, Family) and kind.number_kind and _is_number(value):
+                value = {"kind": kind.number_kind, "value": value}
+            if not isinstance(value, Mapping):
+                raise ConfigError([f": expected the fields of {kind.__name__}, got {_short.repr(value)}"])
             with prefixed("."):
-                if issubclass(kind, Family) and _is_number(value):
-                    with contextlib.suppress(OverflowError):
-                        if (built := kind.from_number(float(value))) is not None:
-                            return built
-                if isinstance(value, Mapping):
-                    return from_dict(kind, value)
-            raise ConfigError([f": expected the fields of {kind.__name__}, got {_short.repr(value)}"])
+                return from_dict(kind, value)
         elif kind is float:
             if _is_number(value):
                 with contextlib.suppress(OverflowError):

@@ -95,7 +95,7 @@ def _parse(annotation: Any, text: str) -> Any:
             return BOOLEANS[text.lower()]
         if get_origin(kind) is tuple:
             return [_parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
-        if kind is int or kind is float or (family and family.from_number(0.0)):
+        if kind is int or kind is float or (family and family.number_kind):
             with contextlib.suppress(ValueError):
                 return int(text) if kind is int else float(text)
         if isinstance(kind, type) and issubclass(kind, Config) and text.lstrip().startswith("{"):

@@ -8,40 +8,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from emoe.config import Family, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp(Family, package=""):
-    """A number as a function of the step h and of the total number of steps."""
+    """A number as a function of the step h and of the total number of steps; a bare number is a constant."""
+
+    number_kind: ClassVar[str] = "constant"
 
     def __call__(self, step: int, total: int) -> float:
         """Value at step h in 0..total."""
         raise NotImplementedError
-
-    @classmethod
-    def from_number(cls, value: float) -> Ramp:
-        return Constant(value=value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Ramp, kind="constant"):
     """The same value at every step."""
 
+    extremes: ClassVar[tuple[str, ...]] = ("value",)
     value: float = option(doc="the value")
 
     def __call__(self, step: int, total: int) -> float:
         return self.value
-
-    def extremes(self) -> tuple[float, ...]:
-        return (self.value,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slope(Ramp):
     """From `start` to `end` over a share of training or a number of steps, then constant."""
 
+    extremes: ClassVar[tuple[str, ...]] = ("start", "end")
     start: float = option(doc="value at step 0")
     end: float = option(doc="value at the end of the ramp")
     share: float = option(1.0, doc="share of all steps the ramp takes", above=0, high=1)
@@ -50,9 +48,6 @@ class Slope(Ramp):
     def progress(self, step: int, total: int) -> float:
         """u = min(1, h / length)."""
         return min(1.0, step / (self.steps if self.steps is not None else self.share * total))
-
-    def extremes(self) -> tuple[float, ...]:
-        return self.start, self.end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +73,10 @@ class Exponential(Slope, kind="exponential"):
 class Decay(Ramp, kind="decay"):
     """max(floor, start * exp(-rate * h)): the temperature tau_h of App. B.2."""
 
+    extremes: ClassVar[tuple[str, ...]] = ("floor", "start")  # a decay reaches its floor in the end
     start: float = option(1.0, doc="value at step 0", above=0)
     rate: float = option(doc="decay per step", low=0)
     floor: float = option(0.0, doc="smallest value", low=0)
 
     def __call__(self, step: int, total: int) -> float:
         return max(self.floor, self.start * math.exp(-self.rate * step))
-
-    def extremes(self) -> tuple[float, ...]:
-        return self.floor, self.start  # a decay reaches its floor in the end
