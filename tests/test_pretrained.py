@@ -172,18 +172,17 @@ def test_names_are_searched_in_order(digits: Run, rows: Run, tmp_path: Path, mon
     assert {"three", "four", ".tmp-three-1"}.isdisjoint(released())
     assert from_pretrained("one").name == "one" and from_pretrained("one").method.space.length == 64
     assert from_pretrained("two").method.space.length == 4
-    with pytest.raises(
-        ConfigError, match=r"no released model is called 'nobody'; there are: .*one.*two.*\(in a, missing, b"
-    ):
-        from_pretrained("nobody")
-    with pytest.raises(ConfigError, match="is no run folder(.|\n)*nor is it a released model; there are: .*one.*two"):
-        load_run("nobody", device="cpu")
+    for opener in (from_pretrained, load_run):
+        message = (
+            r"nobody is no run folder(.|\n)*nor is it a released model .*; there are: .*one.*two.*\(in a, missing, b"
+        )
+        refused(ConfigError, message, opener, "nobody")
     # A path that exists comes before a name.
     shutil.copytree("b/one", "one")
     assert from_pretrained("one").method.space.length == 4 and from_pretrained("./one").method.space.length == 4
     (tmp_path / "two").mkdir()
     assert find("two") is None
-    refused(ConfigError, r"two is no release \(no config\.json\)", from_pretrained, "two")
+    refused(ConfigError, r"nor is it a released model \(no config\.json\)", from_pretrained, "two")
     assert find("../b/two") is None and find("nowhere") is None
     refused(ConfigError, r"is a run folder, not a release; open it with emoe\.load_run", from_pretrained, digits.path)
     Path("model.pt").touch()

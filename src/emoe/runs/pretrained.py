@@ -95,7 +95,7 @@ def from_pretrained(
     """
     where, path = pick_device(device), find(name)
     if path is None:
-        raise ConfigError([_unknown(name)])
+        raise ConfigError(_unknown(Path(name)))
     content = storage.read_sealed(path / CONFIG, SCHEMA, AGAIN)
     try:
         with prefixed(f"{path / CONFIG}: "):
@@ -175,17 +175,14 @@ def release(
     return Release(name, root / name, parameters, size, errors[worst], worst)
 
 
-def _unknown(name: str | Path) -> str:
-    path = Path(name)
+def _unknown(path: Path) -> list[str]:
     if (path / "experiment.json").is_file():
-        return f"weights: {path} is a run folder, not a release; open it with emoe.load_run, or export it: emoe release"
+        return [f"run: {path} is a run folder, not a release; open it with emoe.load_run, or export it: emoe release"]
     if path.is_file():
-        return f"weights: {path} is a file; give the folder with {CONFIG} and {MODEL}; pickles are never loaded"
-    if path.is_dir():
-        return f"weights: {path} is no release (no {CONFIG}); give a folder that emoe release wrote"
-    there = ", ".join(sorted(released())) or "none"
-    searched = ", ".join(map(str, folders()))
-    return f"weights: no released model is called {str(name)!r}; there are: {there} (in {searched}; set EMOE_WEIGHTS)"
+        return [f"run: {path} is a file; give the folder with {CONFIG} and {MODEL}; pickles are never loaded"]
+    there, searched = ", ".join(sorted(released())) or "none", ", ".join(map(str, folders()))
+    nor = f"nor is it a released model (no {CONFIG}); there are: {there} (in {searched}; set EMOE_WEIGHTS)"
+    return [f"run: {path} {NO_RUN}", f"run: {nor}"]
 
 
 def _free_name(root: Path, recipe: str, name: str | None) -> str:

@@ -186,13 +186,9 @@ def load_run(
     """
     path, where = Path(folder_or_name), pick_device(device)
     if not (path / "experiment.json").exists():
-        from emoe.runs import pretrained  # which builds on this module
+        from emoe.runs.pretrained import from_pretrained  # which builds on this module
 
-        if pretrained.find(path) is not None:
-            return pretrained.from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
-        names = ", ".join(sorted(pretrained.released()))
-        nor = [f"run: nor is it a released model; there are: {names}"] if names else []
-        raise ConfigError([f"run: {path} {NO_RUN}", *nor])
+        return from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
     saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
