@@ -53,7 +53,7 @@ def test_draws_that_are_refused(run: Run) -> None:
     for arguments, message in (
         ({"n": 0, "nfe": 1}, "n: must be >= 1"),
         ({"n": 1, "nfe": 0}, "nfe: must be >= 1"),
-        ({"n": 2, "nfe": 1, "given": torch.zeros(3, 2).long()}, "given: expected 2 rows of 2 tokens, got shape .3, 2."),
+        ({"n": 2, "nfe": 1, "given": torch.zeros(3, 2).long()}, "given: expected 2 rows of 2 tokens, got 3"),
         ({"n": 1, "nfe": 1, "given": torch.full((1, 2), 51)}, "given: tokens must be in 0..50"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -22,7 +22,7 @@ from emoe.evaluation.measure import measure_samples
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
 from emoe.rng import Rng, derive_seed
-from emoe.runs.completion import Completion, Given, Keep, prepare, token_rows
+from emoe.runs.completion import Completion, Given, Keep, prepare
 from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
 
@@ -94,11 +94,10 @@ class Run:
         """
         return self.pool(n, nfe, seed=seed, given=given, precision=precision).samples
 
-    def pool(self, n: int, nfe: int | None = None, *, given: Any = None, **options: Any) -> Pool:
-        """`sample`, with the number of network calls and the time it took; `options` are seed and precision."""
-        rows = None if given is None else token_rows(given, self.method.space)
+    def pool(self, n: int, nfe: int | None = None, **options: Any) -> Pool:
+        """`sample` with the same options, with the number of network calls and the time it took."""
         nfe, config = self.default_nfe if nfe is None else nfe, self.experiment.eval
-        return draw(self.method, n, nfe, batch=config.batch, given=rows, sampler=config.sampler, **options)
+        return draw(self.method, n, nfe, batch=config.batch, sampler=config.sampler, **options)
 
     def complete(
         self, given: Given, n: int = 1, nfe: int | None = None, *, seed: int = 0, keep: Keep = None, ink: Ink = "auto"
