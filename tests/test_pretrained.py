@@ -260,7 +260,7 @@ def test_unfinished_runs_need_a_word(rows: Run, tmp_path: Path) -> None:
 
 def test_names_that_cannot_be_given(digits: Run, rows: Run, tmp_path: Path) -> None:
     for name in ("", "../x", "a/b", ".hidden", "a b", "x\n"):
-        refused(ConfigError, "is not allowed", release, digits.path, "out", name=name)
+        refused(ConfigError, "cannot name a folder; give one: --name", release, digits.path, "out", name=name)
     release(digits.path, "out")
     refused(ConfigError, "exists already", release, digits.path, "out")
     shutil.copytree(rows.path, tmp_path / "changed")

@@ -79,11 +79,7 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, size: int) -> Iterator[Path]:
-    """A temporary folder to write into; it becomes `path` when the block ends, and vanishes after an error.
-
-    Raises:
-        StorageError: It cannot be written; `size` bytes were to go there.
-    """
+    """A temporary folder for `size` bytes; it becomes `path` when the block ends, and vanishes after an error."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         temporary.mkdir()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` gives back: tensors by group and name on the CPU, and the JSON values saved with them."""
+    """Tensors by group and name on the CPU, and the JSON values saved with them."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -50,17 +51,12 @@ class File(NamedTuple):
 
 
 def save(
-    root: Path, step: int, tensors: Groups, meta: Mapping[str, Any], keep: int, *, max_file_bytes: int | None = None
+    root: Path, step: int, tensors: Groups, meta: Mapping[str, Any], keep: int, *, max_file_bytes: float = math.inf
 ) -> Path:
-    """Write a checkpoint and drop those that are too old; an intact one of the same step is left as it is.
+    """Write the checkpoint of a step; an intact one of the same step is left as it is.
 
-    Args:
-        root: Folder of all checkpoints of a run; made when missing.
-        step: Training step, which names the folder.
-        tensors: Groups of tensors on any device.
-        meta: JSON values; they come back as JSON has them (a tuple as a list).
-        keep: How many valid checkpoints stay; at least 2, since the newest is the one a disk fault hits.
-        max_file_bytes: Split a group into files of at most this size; a larger tensor has its own file.
+    `meta` are JSON values. Of the older checkpoints so many stay that `keep` are valid; at least 2, since the newest is
+    the one a disk fault hits. Groups are split into files of at most `max_file_bytes`, except for a larger tensor.
 
     Raises:
         StorageError: Disk full or not writable. Nothing is left behind and older checkpoints are as before.
@@ -95,10 +91,7 @@ def latest(root: Path) -> Path | None:
 
 
 def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
-    """Read a `step-...` folder after checking its sizes and SHA-256.
-
-    Of `groups` alone, if they are given: sampling needs no state of the optimiser.
-    """
+    """Read a `step-...` folder, or some of its groups of tensors, after checking sizes and SHA-256."""
     if path.is_file():
         raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
     step, meta, files = _read_manifest(path, groups)
@@ -175,7 +168,7 @@ def _is_sound(folder: Path, read: Callable[[Path], object] = _read_manifest) -> 
 def _prune(root: Path, step: int, keep: int) -> None:
     """Drop what is older than the `keep` newest valid checkpoints up to the one just written.
 
-    Later steps do not count: they are there only if they were damaged and the run went on from an older one.
+    Later ones do not count: they are there only if they were damaged and the run went on from an older one.
     """
     upto = [folder for folder in _folders(root) if _step_of(folder) <= step]
     valid = [folder for folder in upto if _is_sound(folder)]

@@ -97,12 +97,9 @@ class World:
         dist.destroy_process_group(control)
         del control
         gc.collect()
-        lost = ", ".join(map(str, self._missing()))
-        problem = (
-            f"lost rank {lost}, which has ended or did not answer in {timeout_seconds():g} s (${TIMEOUT})"
-            if lost
-            else f"an exchange with the other ranks failed, though all are there ({reason})"
-        )
+        problem = f"an exchange with the other ranks failed, though all are there ({reason})"
+        if lost := ", ".join(map(str, self._missing())):
+            problem = f"lost rank {lost}, which has ended or did not answer in {timeout_seconds():g} s (${TIMEOUT})"
         raise LostRank(f"rank {self.rank}: {problem}; start all processes again with --resume")
 
     def _missing(self) -> list[int]:
@@ -123,11 +120,7 @@ ALONE = World()
 
 
 def launched() -> tuple[int, int, int]:
-    """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own.
-
-    Raises:
-        ConfigError: The variables are not those of a launcher.
-    """
+    """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return 0, 1, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,12 +47,11 @@ def fit(
 ) -> FitResult:
     """Train `module` to `train.steps` updates in `run_dir`, whose lock is held meanwhile.
 
+    A run that is killed at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a
+    CPU; on a GPU if it is `deterministic`).
+
     With a `world` of several processes all of them call this with the same arguments, except for the rank of `rng` and
     its part of the batches. They stop at the same step when one of them is asked to; rank 0 writes everything.
-
-    Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
-    at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU if
-    it is `deterministic`).
 
     Raises:
         StorageError: A checkpoint cannot be written or read.
@@ -78,7 +78,7 @@ def fit(
             if saved != step and log is not None:
                 log.sync()
                 groups = {"model": module.state_dict(), **stepper.optimizer.state()}
-                limit = None if train.max_file_mb is None else train.max_file_mb * 10**6
+                limit = 1e6 * (train.max_file_mb or math.inf)
                 path = checkpoint.save(folder, step, groups, meta, keep=train.keep, max_file_bytes=limit)
                 for callback in watching:
                     callback.on_checkpoint(step, path)

@@ -12,12 +12,12 @@ from torch import Tensor
 from emoe.files import DAMAGED, StorageError, read_verified
 
 
-def split(group: str, members: Mapping[str, Tensor], limit: int | None) -> dict[str, dict[str, Tensor]]:
+def split(group: str, members: Mapping[str, Tensor], limit: float) -> dict[str, dict[str, Tensor]]:
     """File name -> tensors, sorted by name, in files of at most `limit` bytes; a larger tensor stays alone."""
     shards, filled = [dict[str, Tensor]()], 0
     for name, tensor in sorted(members.items()):
         size = tensor.nbytes + len(json.dumps(name)) + 160  # 160: the rest of its entry in the header
-        if shards[-1] and limit is not None and filled + size > limit:
+        if shards[-1] and filled + size > limit:
             shards.append({})
             filled = 0
         shards[-1][name] = tensor

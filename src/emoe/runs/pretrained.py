@@ -72,7 +72,7 @@ def released() -> dict[str, Path]:
 
 
 def find(name: str | Path) -> Path | None:
-    """The folder of a release: a path that exists, else a name (see `released`); None if it is neither."""
+    """The folder of a release by its path, or else by its name (see `released`); None if it is neither."""
     path = Path(name)
     if path.exists():
         return path if (path / CONFIG).is_file() else None
@@ -87,12 +87,7 @@ def from_pretrained(
     weights: Weights = "auto",
     domain: Domain | None = None,
 ) -> Run:
-    """Open a released model by its name (see `released`) or folder; the other arguments are those of `load_run`.
-
-    Raises:
-        ConfigError: There is no such release, or its tensors are not those of the model it describes.
-        StorageError: Its files are damaged, not safetensors, or of a later release of this package.
-    """
+    """Open a released model by its name (see `released`) or folder; the other arguments are those of `load_run`."""
     where, path = pick_device(device), find(name)
     if path is None:
         raise ConfigError(_unknown(Path(name)))
@@ -134,10 +129,6 @@ def release(
         precision: fp16 rounds to 11 significant bits and refuses weights from 65,520 on; bf16 has 8 bits and no limit.
         unfinished: Also release a run that has not done all its steps.
         licence: Licence of the weights (SPDX).
-
-    Raises:
-        ConfigError: The run is not finished, the name is taken or none, or weights cannot be rounded.
-        StorageError: Disk full or not writable. Nothing is left behind.
     """
     source, root = Path(run_dir), Path(out)
     if not (source / "experiment.json").is_file():
@@ -147,7 +138,14 @@ def release(
     if run.step < steps and not unfinished:
         remedy = "finish it with: emoe train ... --resume, or add --unfinished"
         raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
-    name = _free_name(root, experiment.name, name)
+    name = experiment.name if name is None else name
+    if not _NAME.fullmatch(
+        name
+    ):  # a changed recipe says so in its name; its weights must not pass for the recipe's own
+        letters = "letters, digits, '.', '_' and '-' only, no '.' in front"
+        raise ConfigError(f"name: it is {name!r}, which cannot name a folder; give one: --name ({letters})")
+    if (root / name).exists():
+        raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
     tensors, errors = _rounded(run.method, precision)
     data, worst = tensorfile.to_bytes(tensors), max(errors, key=errors.__getitem__)
     parameters = sum(parameter.numel() for parameter in run.method.parameters())
@@ -183,18 +181,6 @@ def _unknown(path: Path) -> list[str]:
     there, searched = ", ".join(sorted(released())) or "none", ", ".join(map(str, folders()))
     nor = f"nor is it a released model (no {CONFIG}); there are: {there} (in {searched}; set EMOE_WEIGHTS)"
     return [f"run: {path} {NO_RUN}", f"run: {nor}"]
-
-
-def _free_name(root: Path, recipe: str, name: str | None) -> str:
-    if name is None and not _NAME.fullmatch(recipe):
-        # A changed recipe says so in its name; its weights must not pass for the recipe's own.
-        raise ConfigError(f"name: the run holds {recipe!r}, which cannot name a folder; give one: --name")
-    name = recipe if name is None else name
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} is not allowed; letters, digits, '.', '_' and '-' only, no '.' in front")
-    if (root / name).exists():
-        raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
-    return name
 
 
 def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], dict[str, float]]:
