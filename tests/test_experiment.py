@@ -102,14 +102,10 @@ def test_options_of_the_first_schema_have_new_homes() -> None:
     ("recipe", "field", "value"),
     [
         ("toy-8modes-emoe", "method.gradient", "straight-through"),
-        ("toy-8modes-emoe", "method.mask_aware", True),
         ("toy-8modes-emoe", "method.draws", 4),
         ("toy-8modes-emoe-plus", "method.redraw", "block"),
-        ("text-tiny-emoe", "method.kl_positions", "masked"),
-        ("text-tiny-emoe", "method.mean_below", 0.1),
         ("lm1b-emoe-aware", "method.step_aware", True),
         ("toy-8modes-mdlm", "optim.scaled", "router"),
-        ("toy-8modes-mdlm", "domain.centres_seed", 3),
     ],
 )
 def test_options_that_are_gone_are_named_where_they_had_an_effect(recipe: str, field: str, value: Any) -> None:
