@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +21,7 @@ from emoe.methods.base import SamplerConfig
 from emoe.runs.pretrained import release
 from emoe.runs.run import Run
 from emoe.runs.sampling import draw
-from emoe.runs.train import load_run, pick_device, train
+from emoe.runs.train import load_run, pick_device
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +99,6 @@ def test_numbers_of_a_run(run: Run) -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = {
-        inspect.signature(call).parameters["device"].default for call in (train, load_run, emoe.from_pretrained)
-    }
-    assert defaults == {"auto"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device().type == pick_device("cpu").type == "cpu"
     with pytest.raises(ConfigError, match="device: 'cuda:1' was asked for, but torch sees no GPU; allowed here: cpu"):
