@@ -24,7 +24,7 @@ from emoe import files as storage
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
 from emoe.domains.images import classifier
-from emoe.engine import checkpoint, tensorfile
+from emoe.engine import checkpoint
 from emoe.files import NewerSchemaError, StorageError
 from emoe.runs.pretrained import PACKAGED, find, from_pretrained, release, released
 from emoe.runs.run import Run
@@ -230,7 +230,7 @@ def test_wrong_settings_and_tensors_are_named(copy: Path) -> None:
         f"size mismatch for {name}": whole | {name: whole[name][..., :-1]},
     }
     for message, tensors in cases.items():
-        forge(copy, tensorfile.to_bytes(tensors))
+        forge(copy, checkpoint.to_bytes(tensors))
         refused(ConfigError, f"does not fit the model of its config(.|\n)*{message}", from_pretrained, copy)
 
 

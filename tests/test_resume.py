@@ -18,8 +18,7 @@ from processes import TRAIN, Server, logged, outcome, until_step
 from small import TOY, trained
 
 from emoe.config import ConfigError
-from emoe.engine.callbacks import Callback
-from emoe.engine.signals import StopSignal
+from emoe.engine.callbacks import Callback, StopSignal
 from emoe.experiment import Experiment
 from emoe.files import StorageError
 from emoe.runs.run import Run

@@ -18,8 +18,7 @@ from small import TOY, trained
 
 from emoe.config import ConfigError
 from emoe.engine import callbacks, checkpoint
-from emoe.engine.callbacks import Callback, CollapseError, EarlyStopping, FitInfo, FitResult
-from emoe.engine.signals import StopSignal
+from emoe.engine.callbacks import Callback, CollapseError, EarlyStopping, FitInfo, FitResult, StopSignal
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.masked import MaskedDiffusion
 from emoe.methods.mdlm import MDLMConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from emoe import files as storage
 from emoe.config import ConfigError
-from emoe.engine import checkpoint, tensorfile
+from emoe.engine import checkpoint
 from emoe.files import NewerSchemaError, StorageError
 
 Groups = dict[str, dict[str, Tensor]]
@@ -54,7 +54,7 @@ def assert_state(saved: checkpoint.Checkpoint | None, step: int) -> None:
     wanted = make_state(step)
     assert saved.tensors.keys() == wanted.keys()
     for group, tensors in wanted.items():  # equal bytes: dtypes, shapes, nan and -0 too
-        assert tensorfile.to_bytes(saved.tensors[group]) == tensorfile.to_bytes(tensors), group
+        assert checkpoint.to_bytes(saved.tensors[group]) == checkpoint.to_bytes(tensors), group
 
 
 def steps(root: Path) -> list[int]:
@@ -261,7 +261,7 @@ def test_missing_files_are_named_and_extra_ones_ignored(tmp_path: Path) -> None:
 
 def test_a_newer_schema_is_refused_and_not_skipped(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    data = tensorfile.to_bytes({})
+    data = checkpoint.to_bytes({})
     newer = forge(tmp_path / "step-000000002", "model.safetensors", data, schema=checkpoint.SCHEMA + 1)
     for attempt in (
         lambda: checkpoint.load(newer),
@@ -289,7 +289,7 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     plain = pickle.dumps(Payload(canary))
     torch.save(Payload(canary), tmp_path / "model.pt")
-    zipped, harmless = (tmp_path / "model.pt").read_bytes(), tensorfile.to_bytes({"x": torch.zeros(1)})
+    zipped, harmless = (tmp_path / "model.pt").read_bytes(), checkpoint.to_bytes({"x": torch.zeros(1)})
     for index, data in enumerate((plain, zipped, harmless)):
         for name in ("model.safetensors", "model.pt", "../model.safetensors", "model.safetensors\n"):
             folder = forge(tmp_path / f"root{index}" / "step-000000001", name, data)
@@ -340,6 +340,6 @@ def test_malformed_tensor_files_are_refused(tmp_path: Path, attack: str) -> None
     [{"files": []}, {"files": {"a.safetensors": {}}}, {"step": "x"}, {"meta": 3}, {"schema": "1"}, {"step": None}],
 )
 def test_malformed_manifests_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = forge(tmp_path / "step-000000001", "model.safetensors", tensorfile.to_bytes({}), **changes)
+    folder = forge(tmp_path / "step-000000001", "model.safetensors", checkpoint.to_bytes({}), **changes)
     with pytest.raises(StorageError, match="manifest"):
         checkpoint.load(folder)

@@ -9,11 +9,11 @@ import threading
 import pytest
 from processes import Server
 
-from emoe.engine.signals import StopSignal
+from emoe.engine.callbacks import StopSignal
 
 LOOP = """
 import signal, time
-from emoe.engine.signals import StopSignal
+from emoe.engine.callbacks import StopSignal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as a parent process may have done
 with StopSignal() as stop:
     print("ready", flush=True)

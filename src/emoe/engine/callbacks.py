@@ -1,13 +1,18 @@
-"""Callbacks watch a run: progress, TensorBoard, W&B, early stopping, deadlines, posterior collapse."""
+"""Callbacks watch a run: progress, TensorBoard, W&B, signals, deadlines, early stopping, posterior collapse."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable as Function
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +22,7 @@ from emoe.console import Progress
 from emoe.engine.metricslog import read_metrics
 from emoe.rng import derive_seed
 
+_SHOW_CURSOR = b"\x1b[?25h"
 GRACE, PATIENCE = 0.1, 0.04  # shares of training: before collapse is looked for, and for which it must last
 
 
@@ -151,6 +157,51 @@ class WandB(Callback):
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The single numbers of a log record, without the step."""
     return {name: value for name, value in record.items() if name != "step" and type(value) in (int, float)}
+
+
+class StopSignal(Callback):
+    """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`, the number of the signal.
+
+    As a callback it ends a run after the step under way. Outside the main thread, where Python allows no handlers, the
+    block does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._former: dict[int, Any] = {}
+
+    def ask(self) -> None:
+        """Ask for a stop from within, as a SIGTERM from outside would."""
+        if self.requested is None:
+            self.requested = signal.SIGTERM
+
+    def should_stop(self, step: int) -> Stop | None:
+        return None if self.requested is None else Stop(f"signal {self.requested}", self.requested)
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._handle)
+            # A parent process may have blocked signals, and a blocked one is never handled.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._former)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            # None stands for a handler that was not set from Python and that Python cannot give back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # os.write and not print: the handler may run in the middle of another print to the same stream.
+        with contextlib.suppress(OSError):
+            if self.requested is None:
+                os.write(2, b"\nstopping at the next safe point; a second signal ends the run at once\n")
+            elif os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
+        if self.requested is not None:
+            os._exit(128 + number)
+        self.requested = number
 
 
 class Deadline(Callback):

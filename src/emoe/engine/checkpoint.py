@@ -8,6 +8,7 @@ makes it real. A reader sees a whole one or none. Tensors are safetensors, the r
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import re
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from emoe import files as storage
 from emoe.config import ConfigError
-from emoe.engine import tensorfile
 from emoe.files import DAMAGED, NewerSchemaError, StorageError
 
 SCHEMA = 1
@@ -71,8 +72,8 @@ def save(
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     with storage.new_folder(path, size) as folder:
         for group, members in sorted(tensors.items()):
-            for name, shard in tensorfile.split(group, members, max_file_bytes).items():
-                data = tensorfile.to_bytes(shard)
+            for name, shard in split(group, members, max_file_bytes).items():
+                data = to_bytes(shard)
                 storage.write_synced(folder / name, data)
                 files[name] = {"group": group, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
@@ -97,7 +98,7 @@ def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
     step, meta, files = _read_manifest(path, groups)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, file in files.items():
-        group, members = tensors.setdefault(file.group, {}), tensorfile.read(path / name, file.sha256)
+        group, members = tensors.setdefault(file.group, {}), read_tensors(path / name, file.sha256)
         if twice := group.keys() & members:
             raise StorageError(path / name, f"holds {min(twice)!r} a second time", DAMAGED)
         group |= members
@@ -177,3 +178,45 @@ def _prune(root: Path, step: int, keep: int) -> None:
             storage.discard(folder)
         except OSError as error:  # the new checkpoint is safe, so this must not end a run
             _log.warning("%s: could not be removed (%s)", folder, error.strerror)
+
+
+# --- Tensors as bytes of safetensors files: equal tensors give equal bytes, foreign bytes are refused
+
+
+def split(group: str, members: Mapping[str, Tensor], limit: float) -> dict[str, dict[str, Tensor]]:
+    """File name -> tensors, sorted by name, in files of at most `limit` bytes; a larger tensor stays alone."""
+    shards, filled = [dict[str, Tensor]()], 0
+    for name, tensor in sorted(members.items()):
+        size = tensor.nbytes + len(json.dumps(name)) + 160  # 160: the rest of its entry in the header
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+    if len(shards) == 1:
+        return {f"{group}.safetensors": shards[0]}
+    return {f"{group}-{index:05d}-of-{len(shards):05d}.safetensors": shard for index, shard in enumerate(shards, 1)}
+
+
+def to_bytes(members: Mapping[str, Tensor]) -> bytes:
+    """Contents of the safetensors file of these tensors, whatever their device, layout and order."""
+    ready, storages = dict[str, Tensor](), set()
+    for name, tensor in sorted(members.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        # The format refuses tensors that share memory (tied weights, views of a buffer); a copy is the same.
+        ready[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return safetensors.torch.save(ready)
+
+
+def read_tensors(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:
+    """The tensors of a file with this SHA-256; a StorageError with the remedy if they cannot be read."""
+    data = storage.read_verified(path, sha256, remedy)
+    # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
+    if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
+        raise StorageError(path, "is no safetensors file; pickles and other formats are never loaded", remedy)
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # the parser's own errors, unknown dtypes, sizes that do not fit
+        raise StorageError(path, f"is no sound safetensors file: {error}", remedy) from error

@@ -23,7 +23,7 @@ import emoe
 from emoe import files as storage
 from emoe.config import ConfigError, prefixed, to_dict
 from emoe.domains.base import Domain
-from emoe.engine import tensorfile
+from emoe.engine.checkpoint import read_tensors, to_bytes
 from emoe.experiment import Experiment, customise
 from emoe.files import StorageError
 from emoe.methods.base import Method
@@ -106,7 +106,7 @@ def from_pretrained(
     experiment = customise(saved, settings or {})
     run = Run(path, experiment, experiment.build_method(space), step, name=title, licence=licence)
     problem = f"weights: {path / MODEL} does not fit the model of its config and these settings"
-    return with_weights(run, tensorfile.read(path / MODEL, digest, AGAIN), problem, where, domain)
+    return with_weights(run, read_tensors(path / MODEL, digest, AGAIN), problem, where, domain)
 
 
 def release(
@@ -147,7 +147,7 @@ def release(
     if (root / name).exists():
         raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
     tensors, errors = _rounded(run.method, precision)
-    data, worst = tensorfile.to_bytes(tensors), max(errors, key=errors.__getitem__)
+    data, worst = to_bytes(tensors), max(errors, key=errors.__getitem__)
     parameters = sum(parameter.numel() for parameter in run.method.parameters())
     config = {
         "schema": SCHEMA,

@@ -19,10 +19,9 @@ from torch import Tensor
 from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar
+from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopSignal
 from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
-from emoe.engine.signals import StopSignal
 from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
 from emoe.files import run_lock
