@@ -217,9 +217,7 @@ def from_dict(cls: type[C], data: Mapping[Any, Any]) -> C:
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation itself."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def type_name(annotation: Any) -> str:
