@@ -27,8 +27,10 @@ class StorageError(RuntimeError):
         super().__init__(f"{path}: {problem}; {remedy}")
 
 
-class NewerSchemaError(StorageError):
+class NewerSchemaError(RuntimeError):
     """An intact file of a later version; falling back to an older one would throw work away unasked."""
+
+    exit_code: ClassVar[int] = 5
 
 
 class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder
@@ -153,8 +155,9 @@ def read_sealed(path: Path, schema: int, remedy: str = DAMAGED) -> dict[str, Any
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StorageError(path, f"is no JSON object with a schema ({error!r})", remedy) from error
     if newer:
-        problem = f"has schema {content['schema']}, this version reads up to {schema}"
-        raise NewerSchemaError(path, problem, "update emoe")
+        raise NewerSchemaError(
+            f"{path}: has schema {content['schema']}, this version reads up to {schema}; update emoe"
+        )
     return content
 
 
@@ -179,10 +182,16 @@ def _read(path: Path, remedy: str) -> bytes:
 
 
 def prepare(root: Path) -> None:
-    """Make a folder, remove what killed writers left in it, and raise at once if it is not writable."""
+    """Make a folder, remove what dead processes left in it, and raise at once if it is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        sweep(root)
+        for entry in root.glob(".tmp-*-*"):
+            pid = entry.name.rpartition("-")[2]
+            if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
         with tempfile.TemporaryFile(dir=root) as probe:
             probe.write(b"probe")
     except OSError as error:
@@ -195,17 +204,6 @@ def discard(folder: Path) -> None:
     doomed = folder.with_name(f".tmp-old-{folder.name}-{os.getpid()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sweep(root: Path) -> None:
-    """Remove temporary files and folders of dead processes, and those with this process's own number."""
-    for entry in root.glob(".tmp-*-*"):
-        pid = entry.name.rpartition("-")[2]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from emoe import files as storage
 from emoe.config import ConfigError
-from emoe.files import DAMAGED, NewerSchemaError, StorageError
+from emoe.files import DAMAGED, StorageError
 
 SCHEMA = 1
 WEIGHTS = ("model", "ema")  # groups that sampling needs
@@ -93,15 +93,10 @@ def latest(root: Path) -> Path | None:
 
 def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
     """Read a `step-...` folder, or some of its groups of tensors, after checking sizes and SHA-256."""
-    if path.is_file():
-        raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
     step, meta, files = _read_manifest(path, groups)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, file in files.items():
-        group, members = tensors.setdefault(file.group, {}), read_tensors(path / name, file.sha256)
-        if twice := group.keys() & members:
-            raise StorageError(path / name, f"holds {min(twice)!r} a second time", DAMAGED)
-        group |= members
+        tensors.setdefault(file.group, {}).update(read_tensors(path / name, file.sha256))
     return Checkpoint(step, tensors, meta)
 
 
@@ -115,8 +110,6 @@ def load_latest(root: Path, *, groups: Collection[str] | None = None) -> Checkpo
     for folder in reversed(_folders(root)):
         try:
             return load(folder, groups=groups)
-        except NewerSchemaError:
-            raise
         except StorageError as error:
             problems.append(str(error))
             _log.warning("skipped a damaged checkpoint: %s", error)
@@ -156,11 +149,9 @@ def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple
 
 
 def _is_sound(folder: Path, read: Callable[[Path], object] = _read_manifest) -> bool:
-    """Whether manifest and file sizes are right; with `load` every byte is read and hashed."""
+    """Whether manifest and file sizes are right; with `load` as `read` every byte is read and hashed."""
     try:
         read(folder)
-    except NewerSchemaError:
-        raise
     except StorageError:
         return False
     return True
@@ -200,13 +191,13 @@ def split(group: str, members: Mapping[str, Tensor], limit: float) -> dict[str, 
 
 def to_bytes(members: Mapping[str, Tensor]) -> bytes:
     """Contents of the safetensors file of these tensors, whatever their device, layout and order."""
-    ready, storages = dict[str, Tensor](), set()
+    ready, addresses = dict[str, Tensor](), set()
     for name, tensor in sorted(members.items()):
         tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
+        address = tensor.untyped_storage().data_ptr()
         # The format refuses tensors that share memory (tied weights, views of a buffer); a copy is the same.
-        ready[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
+        ready[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     return safetensors.torch.save(ready)
 
 
