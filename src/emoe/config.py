@@ -58,14 +58,18 @@ def option(
 
     A `neutral` field changes nothing of what a run computes, such as the interval of its log lines.
     """
-    limits = ((">=", operator.ge, low), (">", operator.gt, above), ("<=", operator.le, high))
-    given = tuple(limit for limit in limits if limit[-1] is not None)
-    return dataclasses.field(default=default, metadata={"doc": doc, "neutral": neutral, "limits": given})
+    limits = {"low": low, "above": above, "high": high}
+    return dataclasses.field(default=default, metadata={"doc": doc, "neutral": neutral, **limits})
+
+
+def _limits(metadata: Mapping[str, Any]) -> list[tuple[str, Any, float]]:
+    limits = (("low", ">=", operator.ge), ("above", ">", operator.gt), ("high", "<=", operator.le))
+    return [(sign, holds, metadata[name]) for name, sign, holds in limits if metadata.get(name) is not None]
 
 
 def allowed_range(metadata: Mapping[str, Any]) -> str:
     """The range of a field as people write it: `>= 1`, `> 0 and <= 1`, or an empty string."""
-    return " and ".join(f"{sign} {limit:g}" for sign, _, limit in metadata.get("limits", ()))
+    return " and ".join(f"{sign} {limit:g}" for sign, _, limit in _limits(metadata))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class Config:
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
-            limits = field.metadata.get("limits", ())
+            limits = _limits(field.metadata)
             for value in _numbers(getattr(self, field.name)):
                 # The comparison with infinity is right for whole numbers too that no float can hold.
                 if not (-math.inf < value < math.inf and all(holds(value, limit) for _, holds, limit in limits)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emoe import kernels
-from emoe.config import Config, option
+from emoe.config import Config, ConfigError, option
 from emoe.engine.arithmetic import Precision
 from emoe.engine.distributed import ALONE, World
 from emoe.engine.optim import OptimConfig, Optimizer, ema_decay
@@ -142,8 +142,10 @@ class Stepper:
 
     def _train(self, batch: Tensor) -> Loss:
         self.optimizer.zero_grad()
-        cut = batch.unflatten(0, (len(self.parts), -1))  # an error unless the parts are equal
-        loss = _mean([self._backward(rows, part) for rows, part in zip(cut, self.parts, strict=True)])
+        count = len(self.parts)
+        if len(batch) % count:
+            raise ConfigError([f"train.accumulate: {len(batch)} rows cannot be cut into {count} equal parts"])
+        loss = _mean([self._backward(rows, part) for rows, part in zip(batch.chunk(count), self.parts, strict=True)])
         if self.world.size > 1:
             loss = self._exchange(loss)
         self.optimizer.step(loss.total, loss.valid)

@@ -139,9 +139,7 @@ def release(
         remedy = "finish it with: emoe train ... --resume, or add --unfinished"
         raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
     name = experiment.name if name is None else name
-    if not _NAME.fullmatch(
-        name
-    ):  # a changed recipe says so in its name; its weights must not pass for the recipe's own
+    if not _NAME.fullmatch(name):  # or a changed recipe, whose weights must not pass for the recipe's own
         letters = "letters, digits, '.', '_' and '-' only, no '.' in front"
         raise ConfigError(f"name: it is {name!r}, which cannot name a folder; give one: --name ({letters})")
     if (root / name).exists():
