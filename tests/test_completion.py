@@ -14,7 +14,6 @@ from small import UNET, Settings, trained
 from emoe.config import ConfigError
 from emoe.domains.base import DataError, Ink
 from emoe.domains.images import DigitsConfig, MNISTConfig
-from emoe.domains.images.given import named_regions
 from emoe.domains.rows import RowsConfig
 from emoe.domains.toy import ToyConfig
 from emoe.runs.completion import Completion, check_beginnings, prepare
@@ -69,15 +68,15 @@ def read(path: str, *, ink: Ink = "auto", config: DigitsConfig | MNISTConfig | N
 
 
 @pytest.mark.parametrize(("ink", "other"), [("dark", "light"), ("light", "dark")])
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
-def test_pngs_of_every_mode_give_the_same_pixels(mode: str, ink: Ink, other: Ink) -> None:
+def test_pngs_of_every_mode_give_the_same_pixels(ink: Ink, other: Ink) -> None:
     bits = glyph()
-    if mode == "I;16":
-        Image.fromarray(np.where(bits == (ink == "light"), 65535, 0).astype(np.uint16)).save("x.png")
-    else:
-        save("x.png", bits, ink=ink, mode=mode)
-    assert np.array_equal(read("x.png"), bits) and np.array_equal(read("x.png", ink=ink), bits)
-    assert np.array_equal(read("x.png", ink=other), 1 - bits)
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        if mode == "I;16":
+            Image.fromarray(np.where(bits == (ink == "light"), 65535, 0).astype(np.uint16)).save("x.png")
+        else:
+            save("x.png", bits, ink=ink, mode=mode)
+        assert np.array_equal(read("x.png"), bits) and np.array_equal(read("x.png", ink=ink), bits), mode
+        assert np.array_equal(read("x.png", ink=other), 1 - bits), mode
 
 
 def test_pixels_are_cut_at_half_and_transparent_ones_are_paper() -> None:
@@ -144,13 +143,8 @@ def test_regions_of_an_image() -> None:
     def kept(text: str) -> np.ndarray:
         return DigitsConfig().read_keep(text, DIGITS).numpy().reshape(8, 8)
 
-    halves = {
-        "top-half": np.s_[:4, :],
-        "bottom-half": np.s_[4:, :],
-        "left-half": np.s_[:, :4],
-        "right-half": np.s_[:, 4:],
-    }
-    for name, part in {**halves, "centre": np.s_[2:6, 2:6]}.items():
+    parts = {"top-half": np.s_[:4], "bottom-half": np.s_[4:], "left-half": np.s_[:, :4], "right-half": np.s_[:, 4:]}
+    for name, part in {**parts, "centre": np.s_[2:6, 2:6]}.items():
         expected = np.zeros((8, 8), bool)
         expected[part] = True
         assert np.array_equal(kept(name), expected), name
@@ -158,24 +152,16 @@ def test_regions_of_an_image() -> None:
     assert kept("0-9,20").flatten().nonzero()[0].tolist() == [*range(10), 20]
     save("mask.png", glyph(), ink="light")
     assert np.array_equal(kept("mask.png"), glyph() == 1)
-    assert set(named_regions(8)) == {*halves, "centre", "border"}
-
-
-@pytest.mark.parametrize(
-    ("text", "fragment"),
-    [
-        ("top-hlaf", "'top-hlaf' is not known; did you mean 'top-half'?"),
-        ("all", "all leaves nothing to fill in"),
-        ("60-64", "'60-64' is outside 0..63"),
-        ("9-3", "'9-3' is outside"),
-        ("", "'' is not known"),
-        ("1,,2", "'1,,2' is not known"),
-    ],
-)
-def test_regions_that_are_refused(text: str, fragment: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DigitsConfig().read_keep(text, DIGITS)
-    assert caught.value.problems[0].startswith("keep: ") and fragment in str(caught.value)
+    for text, fragment in {
+        "top-hlaf": "'top-hlaf' is not known; did you mean 'top-half'?",
+        "all": "all leaves nothing to fill in",
+        "60-64": "'60-64' is outside 0..63",
+        "9-3": "'9-3' is outside",
+        "1,,2": "'1,,2' is not known",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            kept(text)
+        assert caught.value.problems[0].startswith("keep: ") and fragment in str(caught.value)
 
 
 # --- rows that are read
@@ -213,24 +199,18 @@ def test_the_mask_may_be_any_symbol_and_only_images_have_ink() -> None:
         (" ", ConfigError, "holds no rows"),
         ("1,2-", ConfigError, "line 1, column 2 holds '2-', neither a token nor ?"),
         ("twelve", ConfigError, "'twelve' is neither a .npy or .csv file nor a row such as 12,?"),
-        ("none.csv", DataError, "none.csv: does not exist"),
-        ("ragged.csv", DataError, "ragged.csv: line 3 has 1 values, but line 1 has 2"),
         ("words.csv", DataError, "words.csv: line 2, column 1 holds 'x', neither a token nor ?"),
         ("large.csv", DataError, "large.csv: line 3, column 2 holds 50.0, but tokens are 0..49"),
         ("real.npy", DataError, "real.npy: row 0, column 1 (counted from 0) holds 0.5, not a whole number"),
         ("text.npy", DataError, "text.npy: holds values of type <U1"),
         ("cube.npy", DataError, "has shape (1, 1, 2); rows of 2 tokens are needed"),
-        ("empty.npy", DataError, "holds no rows"),
-        ("pickle.npy", DataError, "pickles can run code and are not opened"),
     ],
 )
 def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str) -> None:
-    Path("ragged.csv").write_text("1,2\n\n3\n")
     Path("words.csv").write_text("1,2\nx,3\n")
     Path("large.csv").write_text("a,b\n1,2\n3,50\n")
-    for name, values in {"real": [[1, 0.5]], "text": [["a", "b"]], "cube": [[[1, 2]]], "empty": []}.items():
+    for name, values in {"real": [[1, 0.5]], "text": [["a", "b"]], "cube": [[[1, 2]]]}.items():
         np.save(f"{name}.npy", np.array(values))
-    np.save("pickle.npy", np.array([[{}, 1]], dtype=object))
     with pytest.raises(kind) as caught:
         ToyConfig(density="8-modes").read_given(source, TOY)
     assert fragment in str(caught.value)
@@ -262,13 +242,9 @@ def test_what_is_wanted() -> None:
         with pytest.raises(ConfigError) as caught:
             prepare(TOY, config, given_rows, keep=keep)
         assert fragment in str(caught.value)
-
-
-def test_beginnings_of_rows() -> None:
-    space = TokenSpace(size=5, mask_id=4, length=3)
-    check_beginnings(torch.tensor([[1, 2, 4], [1, 4, 4], [4, 4, 4]]), space)
+    check_beginnings(torch.tensor([[1, 50], [50, 50]]), TOY)
     with pytest.raises(ConfigError, match="continue: row 1 has a hole"):
-        check_beginnings(torch.tensor([[1, 2, 4], [1, 4, 2]]), space)
+        check_beginnings(torch.tensor([[1, 50], [50, 2]]), TOY)
 
 
 # --- what comes out
@@ -287,10 +263,9 @@ def test_kept_tokens_stay_and_all_others_are_drawn(digits: Run) -> None:
     assert np.array_equal(completion.kept.numpy().reshape(2, 8, 8)[1], np.arange(8) < 4 + np.zeros((8, 1)))
     assert len(np.unique(images[0].reshape(5, -1), axis=0)) == 5  # draws differ, across batches of 7 too
     again = digits.complete(["a.png", "b.png"], 5, 3, keep="left-half")
+    other = digits.complete(["a.png", "b.png"], 5, 3, seed=1, keep="left-half")
     assert torch.equal(again.samples, completion.samples) and len(again.texts) == 2 and len(again.texts[0]) == 5
-    assert not torch.equal(
-        digits.complete(["a.png", "b.png"], 5, 3, seed=1, keep="left-half").samples, completion.samples
-    )
+    assert not torch.equal(other.samples, completion.samples)
     completion.picture("x.png")
     picture = np.asarray(Image.open("x.png").convert("L"))
     assert picture.shape[1] > 2 * picture.shape[0] and len(np.unique(picture)) > 3  # paper, mask, margin, ink
@@ -315,9 +290,6 @@ def test_a_sampler_that_changes_what_is_given_is_found_out(toy: Run, monkeypatch
     monkeypatch.setattr(type(toy.method), "sample", careless)
     with pytest.raises(AssertionError, match="changed tokens that were given"):
         toy.complete("12,?", 2)
-
-
-@pytest.mark.parametrize(("n", "nfe", "name"), [(0, 1, "n"), (1, 0, "nfe")])
-def test_numbers_below_one_are_refused(toy: Run, n: int, nfe: int, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: must be >= 1"):
-        toy.complete("12,?", n, nfe)
+    for n, nfe, name in ((0, 1, "n"), (1, 0, "nfe")):
+        with pytest.raises(ConfigError, match=f"^{name}: must be >= 1"):
+            toy.complete("12,?", n, nfe)

@@ -21,6 +21,7 @@ from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError, Family, from_dict, to_dict
 from emoe.domains.base import DomainConfig
 from emoe.engine.fit import TrainConfig
+from emoe.engine.optim import OptimConfig
 from emoe.experiment import EvalConfig, Experiment, customise
 from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
@@ -68,6 +69,7 @@ def test_recipes_survive_json_and_the_command_line(name: str) -> None:
     experiment = get_recipe(name)
     again = from_dict(Experiment, json.loads(json.dumps(to_dict(experiment), allow_nan=False)))
     assert again == experiment == override(experiment, {}) and differences(experiment, again) == {}
+    assert from_dict(Experiment, to_dict(experiment, sparse=True)) == experiment
     settings = {path: as_text(value) for path, _, _, value in paths(experiment)}
     assert len(settings) > 25
     # Naming a kind resets the fields of its group, and then all of them are given: nothing may change.
@@ -88,29 +90,19 @@ def test_every_field_has_words_and_every_path_is_a_field() -> None:
 RAMP: dict[str, object] = {"kind": "linear", "start": 1}
 REFUSED: list[tuple[str, Any, str]] = [
     ("train.step", 5, "train.step: unknown field of TrainConfig; did you mean 'steps'?"),
-    ("train.zzz", 5, "train.zzz: unknown field of TrainConfig; allowed: accumulate, batch, "),
     ("sed", 5, "sed: unknown field of Experiment; did you mean 'seed'?"),
-    ("optim.lr", "fast", "optim.lr: expected number > 0, got 'fast'"),
     ("train.steps", "x" * 10_000, "train.steps: expected whole number >= 1, got 'xxx"),
     ("train.steps", 1.5, "train.steps: expected whole number >= 1, got 1.5"),
     ("train.steps", True, "train.steps: expected whole number >= 1, got True"),
-    ("train.steps", None, "train.steps: expected whole number >= 1, got None"),
     ("train.cuda_graph", 1, "train.cuda_graph: expected true|false, got 1"),
-    ("name", 5, "name: expected text, got 5"),
     ("method", [], "method: expected the fields of MethodConfig, got []"),
     ("train.steps", 0, "train.steps: must be >= 1, got 0"),
-    ("eval.nfe", [], "eval.nfe: must hold at least one number"),
     ("eval.nfe", 4, "eval.nfe: expected whole number,... >= 1, got 4"),
-    ("optim.lr", 0, "optim.lr: must be > 0, got 0.0"),
     ("optim.lr", math.inf, "optim.lr: must be > 0, got inf"),
     ("optim.lr", 10**400, "optim.lr: expected number > 0, got 1000"),
-    ("method.route_tau", math.nan, "method.route_tau: must be >= 0, got nan"),
-    ("optim.betas", [0.9, 1.0], "optim.betas: must be two numbers in [0, 1), got (0.9, 1.0)"),
     ("train.ema", 1, "train.ema: must be >= 0 and <= 0.999999, got 1.0"),
-    ("train.keep", 1, "train.keep: must be >= 2, got 1"),
     ("train.accumulate", 3, "train.accumulate: must divide batch = 512, got 3"),
     ("method.top_k", 9, "method.top_k: must be in 1..experts = 8, got 9"),
-    ("backbone.heads", 3, "backbone.heads: must divide width = 128, got 3"),
     ("backbone.time_size", 7, "backbone.time_size: must be even, got 7"),
     ("domain.density", "8modes", "domain.density: got '8modes'; did you mean '8-modes'?"),
     ("method.relax_tau", math.nan, "method.relax_tau.value: must be a finite number, got nan"),
@@ -121,7 +113,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("method", {"kind": "emo"}, "method.kind: 'emo' is not known; did you mean 'emoe'?"),
     ("method", {}, "method.kind: missing; allowed: "),
     ("backbone", {"kind": "layers"}, "backbone.kind: 'layers' is not known; "),
-    ("domain", {"kind": "toy"}, "domain.density: missing; which density"),
     ("domain", {"kind": "rows", "path": "x.npy", "key": "a"}, "domain.key: only .npz files hold named arrays"),
 ]
 
@@ -140,13 +131,10 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_a_config_checks_its_ranges_when_it_is_made_in_python() -> None:
-    assert problems(lambda: TrainConfig(steps=0, batch=0)) == [
-        "steps: must be >= 1, got 0",
-        "batch: must be >= 1, got 0",
-    ]
+    assert problems(lambda: TrainConfig(steps=0, keep=1)) == ["steps: must be >= 1, got 0", "keep: must be >= 2, got 1"]
     assert problems(lambda: EMoEConfig(relax_tau=Constant(value=0.0))) == ["relax_tau: must be > 0, got 0.0"]
-    assert problems(lambda: EMoEConfig(experts=1))[0].startswith("top_k: ")
     assert problems(lambda: EvalConfig(nfe=())) == ["nfe: must hold at least one number, such as 1,2,4"]
+    assert problems(lambda: OptimConfig(betas=(0.9, 1.0))) == ["betas: must be two numbers in [0, 1), got (0.9, 1.0)"]
     assert problems(lambda: TrainConfig(steps=-(10**400)))[0].startswith("steps: must be >= 1, got -1000")
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().steps = 5  # type: ignore[misc]
@@ -301,21 +289,16 @@ def test_text_of_a_command_line(settings: dict[str, str], path: str, expected: A
         ({"train.stepz": "5"}, "train.stepz: no such field; did you mean 'train.steps'?"),
         ({"optim.batch": "5"}, "optim.batch: no such field; did you mean 'train.batch'?"),
         ({"method.zzz": "5"}, "method.zzz: no such field; allowed: method.balance, method.compare, "),
-        ({"zzz.yyy": "5"}, "zzz.yyy: no such field; allowed: backbone, domain, eval, "),
         ({"seed.x": "5"}, "seed.x: no such field; "),
         ({"method": "vadd", "method.lattent": "5"}, "method.lattent: no such field; did you mean 'method.latent'?"),
         ({"": "5"}, ": no such field; "),
         ({"train.steps": "many"}, "train.steps: expected whole number >= 1, got 'many'"),
-        ({"train.steps": "1__0"}, "train.steps: expected whole number >= 1, got '1__0'"),
         ({"train.steps": "1" * 9999}, "train.steps: expected whole number >= 1, got '111"),
-        ({"optim.lr": "1e999"}, "optim.lr: must be > 0, got inf"),
         ({"train.cuda-graph": "maybe"}, "train.cuda_graph: expected true|false, got 'maybe'"),
         ({"eval.nfe": "1,x"}, "eval.nfe: expected whole number >= 1, got 'x'"),
-        ({"eval.nfe": ""}, "eval.nfe: must hold at least one number"),
         ({"method.relax-tau": "{"}, "method.relax_tau: not valid JSON ("),
         ({"method.relax-tau": "slope"}, "method.relax_tau.kind: 'slope' is not known; allowed: constant, decay, "),
         ({"method.schedule": "x", "method.schedule.y": "1"}, "method.schedule.y: kind: 'x' is not known"),
-        ({"method": "emoe", "method.kind": ""}, "method.kind: missing; allowed: "),
         ({"method.relax-tau": '{"kind":' * 100_000}, "method.relax_tau: not valid JSON ("),
     ],
 )
@@ -365,7 +348,7 @@ def load_or_refuse(build: Callable[..., Experiment], *arguments: Any) -> bool:
     return True
 
 
-def test_500_mutated_dictionaries_load_or_are_refused() -> None:
+def test_mutated_dictionaries_load_or_are_refused() -> None:
     draw, loaded = random.Random(0), 0
     trees = [to_dict(get_recipe(name)) for name in RECIPES]
     for _ in range(500):
@@ -377,10 +360,10 @@ def test_500_mutated_dictionaries_load_or_are_refused() -> None:
     assert 10 < loaded < 400
 
 
-def test_200_mutated_command_lines_load_or_are_refused() -> None:
+def test_mutated_command_lines_load_or_are_refused() -> None:
     draw, loaded = random.Random(1), 0
     texts = ["", "0", "-1", "1", "2", "0.5", "1e400", "nan", "none", "true", "1,2", "{}", "{", '{"kind":1}', "[]", "é"]
-    texts += ["emoe", "vadd", "mdlm", "toy", "rows", "transformer", "linear", "decay", "cosine", "x" * 99, '{"a":{}}']
+    texts += ["emoe", "vadd", "mdlm", "toy", "rows", "transformer", "linear", "decay", "x" * 99, '{"a":{}}']
     experiments = [get_recipe(name) for name in RECIPES]
     for _ in range(200):
         experiment = draw.choice(experiments)
@@ -403,10 +386,7 @@ def test_families_know_their_kinds() -> None:
 
 
 def test_a_sparse_dictionary_leaves_out_what_is_as_declared_at_any_depth() -> None:
-    experiment = get_recipe("toy-8modes-mdlm")
+    experiment = customise(get_recipe("toy-8modes-mdlm"), {"train.log-every": "7"})
     sparse, full = to_dict(experiment, sparse=True), to_dict(experiment)
     assert sparse["method"]["kind"] == "mdlm" and "schedule" not in sparse["method"] and "schedule" in full["method"]
-    changed = customise(experiment, {"train.log-every": "7", "method.schedule": "cosine"})
-    other = to_dict(changed, sparse=True)
-    assert other["train"]["log_every"] == 7 and other["method"]["schedule"]["kind"] == "cosine"
-    assert from_dict(Experiment, sparse) == experiment and from_dict(Experiment, other) == changed
+    assert sparse["train"]["log_every"] == 7 and from_dict(Experiment, sparse) == experiment

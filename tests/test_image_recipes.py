@@ -36,26 +36,13 @@ def test_networks_have_the_published_sizes(name: str, total: int, active: int) -
     assert (total_parameters(method), active_parameters(method)) == (total, active)
 
 
-@pytest.mark.parametrize("family", ["mnist", "digits"])
-def test_recipes_of_a_family_differ_in_their_method_alone(family: str) -> None:
-    last = "floor" if family == "mnist" else "vimco"
-    first, *others = (get_recipe(f"{family}-{method}") for method in ("mdlm", "vadd", "emoe", f"emoe-{last}"))
-    for other in others:
-        assert (other.domain, other.backbone, other.optim, other.train, other.eval) == (
-            first.domain, first.backbone, first.optim, first.train, first.eval
-        )  # fmt: skip
-    assert first.train.precision == ("bf16" if family == "mnist" else "fp32")
-
-
 def test_mnist_is_trained_as_published() -> None:
+    """Constants of recipes are compared with stored ones in test_golden.py."""
     recipe = get_recipe("mnist-emoe")
-    optim, train, config = recipe.optim, recipe.train, recipe.method
-    assert (train.steps, train.batch, train.ema, train.max_file_mb) == (STEPS, 64, 0.9999, 16)
-    assert (optim.algorithm, optim.betas, optim.weight_decay, optim.clip) == ("adamw", (0.9, 0.99), 0.01, 1.0)
+    optim, config = recipe.optim, recipe.method
     rates = [optim.lr_at(step, STEPS) for step in (0, 2_499, 4_999, 5_000, 102_500, STEPS)]
     assert rates == pytest.approx([2e-4 / 5_000, 1e-4, 2e-4, 2e-4, 1.1e-4, 2e-5])
     assert isinstance(config, EMoEConfig)
-    assert (config.experts, config.top_k, config.balance, config.usage_floor) == (4, 2, 1e-2, None)
     assert [config.kl_weight(step, STEPS) for step in (0, 25_000, 100_000, STEPS)] == [0, 0.25, 1, 1]
     for step in (0, 10_000, 34_000, 35_000, STEPS):
         assert config.relax_tau(step, STEPS) == pytest.approx(max(0.5, math.exp(-2e-5 * step)))

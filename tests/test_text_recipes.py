@@ -11,23 +11,19 @@ import torch
 from small import Settings, trained
 
 from emoe.backbones.base import active_parameters, total_parameters
-from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.text.data import TextConfig
 from emoe.evaluation import likelihood
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.evaluation.measure import measure_likelihoods
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
-from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.runs.run import Run
 from emoe.types import Likelihood, TokenSpace
 
 LM1B = TokenSpace(size=30_522, mask_id=103, length=128)
 METHODS = ("mdlm", "vadd", "emoe", "emoe-free-nats", "ar", "sedd", "bd3lm")
-FAMILIES = pytest.mark.parametrize(("family", "length"), [("lm1b", 128), ("news-small", 128), ("text-tiny", 16)])
 STEPS = 1_000_000
 
 
@@ -44,13 +40,12 @@ def test_networks_have_the_published_sizes(method: str, total: int, active: int)
     assert (total_parameters(built), active_parameters(built)) == (total, active)
 
 
-@FAMILIES
+@pytest.mark.parametrize(("family", "length"), [("lm1b", 128), ("news-small", 128), ("text-tiny", 16)])
 def test_recipes_of_a_family_differ_in_their_method_alone(family: str, length: int) -> None:
     recipes = {method: get_recipe(f"{family}-{method}") for method in METHODS}
     first = recipes["mdlm"]
     for method, other in recipes.items():
         assert (other.domain, other.optim, other.train) == (first.domain, first.optim, first.train)
-        assert (other.eval.samples, other.eval.batch) == (first.eval.samples, first.eval.batch)
         network = {"causal": method == "ar", "time_conditioning": method == "sedd"}
         assert vars(other.backbone) == vars(first.backbone) | network
         # Samples are asked for at numbers of steps that a method can make.
@@ -60,33 +55,19 @@ def test_recipes_of_a_family_differ_in_their_method_alone(family: str, length: i
         else:
             powers = tuple(2**k for k in range(length.bit_length()))
             assert other.eval.nfe == ((length,) if method == "ar" else powers)
-    plain, floored = recipes["emoe"], recipes["emoe-free-nats"]
-    changed = {".".join(path.split(".")[:2]) for path in differences(plain, floored)}
-    options = ("balance", "usage_floor", "free_nats", "free_every", "kl_time_power")
-    assert changed <= {"name", *(f"method.{name}" for name in options)}
-    assert isinstance(floored.method, EMoEConfig) and floored.method.free_nats > 0
-    assert floored.method.usage_floor is not None and floored.method.usage_floor < math.log(floored.method.experts)
 
 
 def test_lm1b_is_trained_as_published() -> None:
+    """Constants of recipes are compared with stored ones in test_golden.py."""
     experiment = get_recipe("lm1b-emoe")
-    optim, training, network, method = experiment.optim, experiment.train, experiment.backbone, experiment.method
-    assert (training.steps, training.batch, training.ema, training.precision) == (STEPS, 512, 0.9999, "bf16")
-    assert (optim.algorithm, optim.betas, optim.weight_decay, optim.clip) == ("adamw", (0.9, 0.999), 0.0, 1.0)
-    rates = [optim.lr_at(step, STEPS) for step in (0, 1_249, 2_499, 2_500, STEPS - 1)]
+    rates = [experiment.optim.lr_at(step, STEPS) for step in (0, 1_249, 2_499, 2_500, STEPS - 1)]
     assert rates == pytest.approx([3e-4 / 2_500, 1.5e-4, 3e-4, 3e-4, 3e-4])
-    assert isinstance(network, DiTConfig)
-    assert (network.width, network.depth, network.heads, network.hidden) == (768, 12, 12, 3072)
-    assert (network.cond_size, network.dropout, network.time_conditioning) == (128, 0.1, False)
-    assert experiment.eval.samples == 2_000 and experiment.domain == TextConfig(path="sets/lm1b")
-    assert isinstance(method, EMoEConfig)
-    assert (method.experts, method.top_k, method.balance, method.compare) == (8, 2, 0.0, None)
+    assert isinstance(experiment.method, EMoEConfig)
     for step in (0, 10_000, 76_000, 77_000, STEPS):
-        assert method.relax_tau(step, STEPS) == pytest.approx(max(0.1, math.exp(-3e-5 * step)))
-        assert method.kl_weight(step, STEPS) == 1
+        assert experiment.method.relax_tau(step, STEPS) == pytest.approx(max(0.1, math.exp(-3e-5 * step)))
+        assert experiment.method.kl_weight(step, STEPS) == 1
     vadd = get_recipe("lm1b-vadd").method
     assert [vadd.kl_weight(step, STEPS) for step in (0, 50_000, 100_000, STEPS)] == [0, 0.5, 1, 1]  # type: ignore[attr-defined]
-    assert get_recipe("lm1b-bd3lm").method.block == 16 and vadd.latent == 512  # type: ignore[attr-defined]
 
 
 def test_the_guide_tells_the_sizes_of_the_networks() -> None:

@@ -2,7 +2,7 @@
 
 A config is a frozen dataclass derived from `Config` whose fields are made with `option(...)`. A *family* is a set
 of configs of which one is chosen by its `kind` (a method, a backbone, a domain, a ramp). Everything a command line
-or a saved JSON file can say about an experiment passes through `from_dict` or `override` below.
+or a saved JSON file can say about an experiment passes through `from_dict`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pkgutil
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -62,10 +62,9 @@ def option(
     return dataclasses.field(default=default, metadata={"doc": doc, "neutral": neutral, **limits})
 
 
-def _limits(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[float, float], bool], float]]:
-    for key, sign, holds in (("low", ">=", operator.ge), ("above", ">", operator.gt), ("high", "<=", operator.le)):
-        if metadata.get(key) is not None:
-            yield sign, holds, metadata[key]
+def _limits(metadata: Mapping[str, Any]) -> list[tuple[str, Any, float]]:
+    limits = (("low", ">=", operator.ge), ("above", ">", operator.gt), ("high", "<=", operator.le))
+    return [(sign, holds, metadata[name]) for name, sign, holds in limits if metadata.get(name) is not None]
 
 
 def allowed_range(metadata: Mapping[str, Any]) -> str:
@@ -80,7 +79,7 @@ class Config:
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
-            limits = list(_limits(field.metadata))
+            limits = _limits(field.metadata)
             for value in _numbers(getattr(self, field.name)):
                 # The comparison with infinity is right for whole numbers too that no float can hold.
                 if not (-math.inf < value < math.inf and all(holds(value, limit) for _, holds, limit in limits)):
@@ -100,7 +99,7 @@ def _numbers(value: Any) -> tuple[float, ...]:
     if isinstance(value, tuple):
         return tuple(number for item in value for number in _numbers(item))
     if isinstance(value, Family):
-        return value.extremes()
+        return tuple(getattr(value, name) for name in value.extremes)
     return (value,) if _is_number(value) else ()
 
 
@@ -121,11 +120,11 @@ class Family(Config):
     members: ClassVar[dict[str, type[Family]]] = {}
     package: ClassVar[str] = ""
     shared: ClassVar[tuple[str, ...]] = ()
+    number_kind: ClassVar[str] = ""  # the kind, with a field `value`, that a bare number means; none: a number is wrong
+    extremes: ClassVar[tuple[str, ...]] = ()  # fields that are checked against the range of a field with this config
 
-    def __init_subclass__(
-        cls, *, kind: str = "", package: str | None = None, shared: tuple[str, ...] = ("base",), **rest: Any
-    ) -> None:
-        super().__init_subclass__(**rest)
+    def __init_subclass__(cls, *, kind: str = "", package: str | None = None, shared: tuple[str, ...] = ()) -> None:
+        super().__init_subclass__()
         if package is not None:
             cls.package, cls.members, cls.shared = package, {}, shared
         if kind:
@@ -137,15 +136,6 @@ class Family(Config):
                 raise ConfigError([f"kind: {kind!r} is both {names[0]} and {names[1]}; choose another name for one"])
             cls.kind = kind
             cls.members[kind] = cls
-
-    def extremes(self) -> tuple[float, ...]:
-        """Smallest and largest number this object stands for (ramps), to be checked against a field's range."""
-        return ()
-
-    @classmethod
-    def from_number(cls, value: float) -> Family | None:
-        """What a bare number means where this family is expected; None if it means nothing."""
-        return None
 
     @classmethod
     def known_kinds(cls) -> list[str]:
@@ -201,44 +191,37 @@ def to_dict(config: Config, *, sparse: bool = False) -> dict[str, Any]:
     return tree
 
 
-def from_dict(cls: type[C], data: Any, path: str = "") -> C:
+def from_dict(cls: type[C], data: Mapping[Any, Any]) -> C:
     """Build a config from a dictionary, strictly.
 
     Unknown or missing fields, wrong types, values out of range and illegal combinations raise `ConfigError` with
     one line for each problem.
     """
-    if not isinstance(data, Mapping):
-        where = f"{path}: " if path else ""
-        raise ConfigError([f"{where}expected the fields of {cls.__name__}, got {_short.repr(data)}"])
-    prefix, data = f"{path}." if path else "", dict(data)
+    data = dict(data)
     if issubclass(cls, Family):
-        with prefixed(prefix):
-            cls = cls.resolve(data.pop("kind", cls.kind))  # type: ignore[assignment]
+        cls = cls.resolve(data.pop("kind", cls.kind))  # type: ignore[assignment]
     hints = field_types(cls)
     unknown = [name for name in data if name not in hints]
-    problems = [f"{prefix}{name}: unknown field of {cls.__name__}{hint(str(name), list(hints))}" for name in unknown]
+    problems = [f"{name}: unknown field of {cls.__name__}{hint(str(name), list(hints))}" for name in unknown]
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        name = prefix + field.name
-        if field.name in data:
+        name = field.name
+        if name in data:
             try:
-                allowed = allowed_range(field.metadata)
-                values[field.name] = convert(hints[field.name], data[field.name], name, allowed)
+                with prefixed(name):
+                    values[name] = convert(hints[name], data[name], allowed_range(field.metadata))
             except ConfigError as error:
                 problems.extend(error.problems)
         elif field.default is MISSING and field.default_factory is MISSING:
             problems.append(f"{name}: missing; {field.metadata.get('doc', 'give a value')}")
     if problems:
         raise ConfigError(problems)
-    with prefixed(prefix):
-        return cls(**values)
+    return cls(**values)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation itself."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def type_name(annotation: Any) -> str:
@@ -260,10 +243,11 @@ def type_name(annotation: Any) -> str:
     return " or ".join(names)
 
 
-def convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
+def convert(annotation: Any, value: Any, allowed: str = "") -> Any:
     """Check `value` (already a JSON value) against an annotation and return it in the annotated type.
 
-    The range `allowed` is not checked here; an error about the type names it.
+    The range `allowed` is not checked here; an error about the type names it. Problems begin with a colon, or with the
+    dot before a field of the value.
     """
     kinds = alternatives(annotation)
     if value is None and type(None) in kinds:
@@ -274,18 +258,19 @@ def convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
                 return value
             if len(kinds) == 1:
                 known = hint(str(value), [str(choice) for choice in get_args(kind)])
-                raise ConfigError([f"{path}: got {_short.repr(value)}{known}"])
+                raise ConfigError([f": got {_short.repr(value)}{known}"])
         elif get_origin(kind) is tuple:
             if isinstance(value, list | tuple):
-                return tuple(convert(get_args(kind)[0], item, path, allowed) for item in value)
+                return tuple(convert(get_args(kind)[0], item, allowed) for item in value)
         elif issubclass(kind, Config):
             if isinstance(value, kind):
                 return value
-            if issubclass(kind, Family) and _is_number(value):
-                with contextlib.suppress(OverflowError), prefixed(f"{path}."):
-                    if (built := kind.from_number(float(value))) is not None:
-                        return built
-            return from_dict(kind, value, path)
+            if issubclass(kind, Family) and kind.number_kind and _is_number(value):
+                value = {"kind": kind.number_kind, "value": value}
+            if not isinstance(value, Mapping):
+                raise ConfigError([f": expected the fields of {kind.__name__}, got {_short.repr(value)}"])
+            with prefixed("."):
+                return from_dict(kind, value)
         elif kind is float:
             if _is_number(value):
                 with contextlib.suppress(OverflowError):
@@ -293,4 +278,4 @@ def convert(annotation: Any, value: Any, path: str, allowed: str = "") -> Any:
         elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
     expected = f"{type_name(annotation)} {allowed}".rstrip()
-    raise ConfigError([f"{path}: expected {expected}, got {_short.repr(value)}"])
+    raise ConfigError([f": expected {expected}, got {_short.repr(value)}"])

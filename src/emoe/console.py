@@ -1,4 +1,4 @@
-"""The terminal: progress bars with an ETA, and plain tables. The only module that knows `rich`."""
+"""The terminal: progress with an ETA, and tables. The only module that knows `rich`, which it can do without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class Progress:
         # Speed over the last calls, not since the start: a slow first step (compilation) would spoil the ETA.
         self._marks = deque([(time.monotonic(), start)], maxlen=20)
         self._shown = 0.0
-        self._bar = _rich_bar(self._stream) if self._stream is not None else None
-        self._task = self._bar.add_task(label, total=total, completed=start, status="") if self._bar else None
+        self._bar = None if self._stream is None else _rich_bar(self._stream)
+        self._task = self._bar and self._bar.add_task(label, total=total, completed=start, status="")
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -77,8 +78,7 @@ class Progress:
 def _pace(done: int, seconds: float, left: int) -> str:
     if done <= 0 or seconds <= 0:
         return "? steps/s, ETA ?"
-    minutes, second = divmod(round(max(left, 0) * seconds / done), 60)
-    return f"{done / seconds:.2f} steps/s, ETA {minutes // 60}:{minutes % 60:02d}:{second:02d}"
+    return f"{done / seconds:.2f} steps/s, ETA {timedelta(seconds=round(max(left, 0) * seconds / done))}"
 
 
 def _rich_bar(stream: Any) -> Any:
@@ -134,32 +134,12 @@ def tick_calls(module: nn.Module, tick: Tick) -> AbstractContextManager[object]:
 
 
 def console_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-    """Print a table to the terminal: drawn by rich if it is there, else aligned with spaces."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        print(plain_table(header, rows, title=title), end="")
-        return
-    tall = any("\n" in cell for row in rows for cell in row)
-    table = Table(title=title or None, title_justify="left", show_lines=tall)
-    for column, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if column else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    # Never narrower than the table: squeezed into a small window rich cuts digits off.
-    needed = Console(width=10_000).measure(table).maximum
-    Console(width=max(Console().width, needed)).print(table)
-
-
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> str:
-    """A table in plain text; a line end inside a cell becomes a space."""
+    """Print a table whose columns are aligned, the first to the left; a line end in a cell becomes a space."""
     lines = [[cell.replace("\n", " ") for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in pairs).rstrip()
-        for pairs in (enumerate(zip(line, widths, strict=True)) for line in lines)
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([title] * bool(title) + text) + "\n"
+    lines.insert(1, ["-" * width for width in widths])
+    if title:
+        print(f"\n{title}")
+    for first, *others in lines:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        print("  ".join(cells).rstrip())

@@ -38,7 +38,6 @@ class EvalConfig(Config):
     sampler: SamplerConfig = option(SamplerConfig(), doc="how masked diffusion methods draw")
 
     def conflicts(self) -> Iterator[str]:
-        """There must be something to measure."""
         if not self.nfe:
             yield "nfe: must hold at least one number, such as 1,2,4"
 
@@ -57,7 +56,6 @@ class Experiment(Config):
     eval: EvalConfig = option(EvalConfig(), doc="the evaluation")
 
     def conflicts(self) -> Iterator[str]:
-        """The backbone must support what the method needs."""
         for line in self.backbone.unsupported(self.method.needs()):
             yield f"{line} (method: {self.method.kind!r})"
 

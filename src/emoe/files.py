@@ -9,11 +9,13 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 DAMAGED = "use an older checkpoint or restore this one from a copy"
+_HELD: dict[Path, int] = {}  # run folder -> the thread of this process that has locked it
 
 
 class StorageError(RuntimeError):
@@ -23,7 +25,18 @@ class StorageError(RuntimeError):
 
     def __init__(self, path: Path, problem: str, remedy: str):
         super().__init__(f"{path}: {problem}; {remedy}")
-        self.path = path
+
+
+class NewerSchemaError(RuntimeError):
+    """An intact file of a later version; falling back to an older one would throw work away unasked."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder
+    """Another process works in the run folder."""
+
+    exit_code: ClassVar[int] = 2
 
 
 def fault(stage: str) -> None:
@@ -67,8 +80,8 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to write into; it becomes `path` when the block ends, and vanishes after an error."""
+def new_folder(path: Path, size: int) -> Iterator[Path]:
+    """A temporary folder for `size` bytes; it becomes `path` when the block ends, and vanishes after an error."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -77,6 +90,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         fault("before-rename")
         temporary.rename(path)
         sync_folder(path.parent)
+    except OSError as error:
+        problem = f"cannot be written, {size} bytes needed ({error})"
+        raise StorageError(path, problem, "free space or make the folder writable, then try again") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -92,21 +108,57 @@ def locked(folder: str | Path) -> Iterator[None]:
         os.close(handle)  # closing releases the lock
 
 
+@contextlib.contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold `run.lock` in a run folder, made when missing; the file contains the holder's pid.
+
+    The thread that holds a folder can enter it again. The lock belongs to the open file, not to the file's existence:
+    nothing stale is left after SIGKILL. The file itself stays, since removing it would let a third process lock a new
+    file of the same name.
+    """
+    folder, thread, path = run_dir.resolve(), threading.get_ident(), run_dir / "run.lock"
+    with contextlib.ExitStack() as stack:
+        if _HELD.get(folder) != thread:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(path, "a+"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(0)
+                print(os.getpid(), file=file, flush=True)
+            except BlockingIOError:
+                file.seek(0)
+                holder = f"process {pid}" if (pid := file.read().strip()) else "another process"
+                remedy = "wait until it ends, stop it, or choose another folder"
+                raise RunBusy(f"{run_dir}: in use by {holder}; {remedy}") from None
+            except OSError as error:
+                remedy = "give a writable folder on a disk that has locks"
+                raise StorageError(path, f"cannot be locked ({error.strerror})", remedy) from error
+            _HELD[folder] = thread
+            stack.callback(_HELD.pop, folder)
+        yield
+
+
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON whose first line is the SHA-256 of all bytes after it."""
     rest = json.dumps(content, indent=1, sort_keys=True).encode()[1:].lstrip()
     write_synced(path, _seal(rest) + b"\n" + rest)
 
 
-def read_sealed(path: Path, remedy: str = DAMAGED) -> dict[str, Any]:
-    """Read what `write_sealed` wrote; a single changed bit is an error."""
+def read_sealed(path: Path, schema: int, remedy: str = DAMAGED) -> dict[str, Any]:
+    """Read what `write_sealed` wrote in a schema up to this one; a single changed bit is an error."""
     head, _, rest = _read(path, remedy).partition(b"\n")
     if head != _seal(rest):
         raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
     try:
-        return dict(json.loads(b"{" + rest))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StorageError(path, f"is not a JSON object ({error})", remedy) from error
+        content = dict(json.loads(b"{" + rest))
+        newer = content["schema"] > schema
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StorageError(path, f"is no JSON object with a schema ({error!r})", remedy) from error
+    if newer:
+        raise NewerSchemaError(
+            f"{path}: has schema {content['schema']}, this version reads up to {schema}; update emoe"
+        )
+    return content
 
 
 def _seal(rest: bytes) -> bytes:
@@ -130,10 +182,16 @@ def _read(path: Path, remedy: str) -> bytes:
 
 
 def prepare(root: Path) -> None:
-    """Make a folder, remove what killed writers left in it, and raise at once if it is not writable."""
+    """Make a folder, remove what dead processes left in it, and raise at once if it is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        sweep(root)
+        for entry in root.glob(".tmp-*-*"):
+            pid = entry.name.rpartition("-")[2]
+            if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
         with tempfile.TemporaryFile(dir=root) as probe:
             probe.write(b"probe")
     except OSError as error:
@@ -146,17 +204,6 @@ def discard(folder: Path) -> None:
     doomed = folder.with_name(f".tmp-old-{folder.name}-{os.getpid()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sweep(root: Path) -> None:
-    """Remove temporary files and folders of dead processes, and those with this process's own number."""
-    for entry in root.glob(".tmp-*-*"):
-        pid = entry.name.rpartition("-")[2]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

@@ -8,11 +8,10 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from emoe.config import Config, ConfigError, Family, alternatives, convert, field_types, from_dict, to_dict
+from emoe.config import C, Config, ConfigError, Family, alternatives, convert, field_types, from_dict, prefixed, to_dict
 
-C = TypeVar("C", bound=Config)
 BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -96,7 +95,7 @@ def _parse(annotation: Any, text: str) -> Any:
             return BOOLEANS[text.lower()]
         if get_origin(kind) is tuple:
             return [_parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
-        if kind is int or kind is float or (family and family.from_number(0.0)):
+        if kind is int or kind is float or (family and family.number_kind):
             with contextlib.suppress(ValueError):
                 return int(text) if kind is int else float(text)
         if isinstance(kind, type) and issubclass(kind, Config) and text.lstrip().startswith("{"):
@@ -128,5 +127,6 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], value: object) -> Non
     if tree.get(name) is None:
         tree[name] = {}  # an optional part begins with its defaults
     elif not isinstance(tree[name], dict):
-        tree[name] = to_dict(convert(annotation, tree[name], name))
+        with prefixed(name):
+            tree[name] = to_dict(convert(annotation, tree[name]))
     _put(tree[name], configs[0], rest, value)

@@ -43,9 +43,8 @@ class Look(Callback):
             raise KeyError
 
 
-@pytest.mark.parametrize("users", [("medium", True, True, False), ("high", False, False, True)])
-def test_settings_come_back_after_fit(users: Settings, tmp_path: Path) -> None:
-    before, look = current(), Look()
+def test_settings_come_back_after_fit(tmp_path: Path) -> None:
+    before, look, users = current(), Look(), ("medium", True, True, False)
     choose(*users)
     try:
         for steps in (2, 9):

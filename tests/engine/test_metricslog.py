@@ -21,7 +21,7 @@ def write(path: Path, first: int, last: int) -> None:
 
 
 def test_lines_are_on_file_at_once_and_valid_json(tmp_path: Path) -> None:
-    path = tmp_path / "not" / "yet" / "metrics.jsonl"
+    path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, 0) as log:
         values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": torch.tensor(0.5), "e": np.float32(2)}
         log.write({"step": 1, **values, "f": torch.tensor([1.0, math.inf]), "g": "text", "h": None, "i": True})

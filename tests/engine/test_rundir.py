@@ -1,9 +1,11 @@
-"""The run lock: one holder, named to the second, freed when it is killed; two starts at once never mix."""
+"""The run lock: one holder, which may enter again; two starts at once never mix.
+
+A second process and one that is killed are in test_resume.py.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -13,22 +15,9 @@ import pytest
 from processes import TRAIN, Server, outcome
 from small import TOY
 
-from emoe.engine.rundir import RunBusy, run_lock
 from emoe.experiment import Experiment
-from emoe.files import StorageError
+from emoe.files import RunBusy, StorageError, run_lock
 
-HOLD = """
-import time
-from pathlib import Path
-from emoe.engine.rundir import RunBusy, run_lock
-try:
-    with run_lock(Path(arguments)):
-        print("held", flush=True)
-        time.sleep(100)
-except RunBusy as error:
-    print(error)
-    code = error.exit_code
-"""
 WAIT = """
 import os, time
 import emoe.runs.train as module
@@ -42,22 +31,6 @@ while not os.path.exists(go):
 """
 
 
-def test_the_holder_is_named_and_a_killed_one_leaves_no_lock(server: Server, tmp_path: Path) -> None:
-    folder = tmp_path / "run with spaces"
-    first = server.start(HOLD, str(folder))
-    server.until(first, "held")
-    second = server.start(HOLD, str(folder))
-    assert server.wait(second) == 2
-    assert f"process {first};" in server.text(second) and str(folder) in server.text(second)
-    os.kill(first, signal.SIGKILL)
-    assert server.wait(first) == -signal.SIGKILL
-    with run_lock(folder):
-        assert (folder / "run.lock").read_text() == f"{os.getpid()}\n"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="run.lock"), run_lock(tmp_path / "file"):
-        pass
-
-
 def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
     entered: list[bool] = []
 
@@ -69,6 +42,7 @@ def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
             entered.append(False)
 
     with pytest.raises(KeyError), run_lock(tmp_path):
+        assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
         with run_lock(tmp_path / "." / ""):
             pass
         thread = threading.Thread(target=enter)  # the inner block has not freed the folder
@@ -77,6 +51,9 @@ def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
         raise KeyError
     enter()
     assert entered == [False, True]
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="run.lock"), run_lock(tmp_path / "file"):
+        pass
 
 
 def test_two_starts_at_once_never_mix(server: Server, tmp_path: Path) -> None:

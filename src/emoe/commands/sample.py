@@ -83,7 +83,7 @@ def sample(
     outcome: dict[str, Any] = {"nfe": nfe}
     if not source:
         with sampling(opened, n, (nfe,), f"samples of {run}", quiet=quiet):
-            samples = opened.pool(n, nfe, seed=seed).samples
+            samples = opened.sample(n, nfe, seed=seed)
         if picture:
             most = max(n, PICTURED)
             fresh = opened.domain.fresh(min(most, opened.domain.fresh_rows or most), seed)
@@ -94,7 +94,7 @@ def sample(
         if continue_:
             check_beginnings(masked, space)
         with sampling(opened, n * len(rows), (nfe,), f"completions by {run}", quiet=quiet):
-            completion = opened.fill_in(rows, masked, n, nfe, seed=seed)
+            completion = opened.complete(rows, n, nfe, seed=seed, keep=masked != space.mask_id)
         samples = completion.pool
         outcome["given"] = masked.where(completion.kept, -1).tolist()
         if picture:

@@ -1,13 +1,18 @@
-"""Callbacks watch a run: progress, TensorBoard, W&B, early stopping, deadlines, posterior collapse."""
+"""Callbacks watch a run: progress, TensorBoard, W&B, signals, deadlines, early stopping, posterior collapse."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable as Function
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,9 +20,9 @@ import torch
 from emoe.config import ConfigError
 from emoe.console import Progress
 from emoe.engine.metricslog import read_metrics
-from emoe.engine.signals import StopSignal
 from emoe.rng import derive_seed
 
+_SHOW_CURSOR = b"\x1b[?25h"
 GRACE, PATIENCE = 0.1, 0.04  # shares of training: before collapse is looked for, and for which it must last
 
 
@@ -93,24 +98,19 @@ class ProgressBar(Callback):
         self.progress = Progress(0, quiet=True)
 
     def on_start(self, info: FitInfo) -> None:
-        """Show the bar."""
         self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet).__enter__()
         for note in info.notes:
             self.progress.note(note)
-        self.progress.update(info.start)
 
     def on_step(self, step: int) -> None:
-        """Move the bar."""
         self.progress.update(step)
 
     def on_log(self, record: dict[str, Any]) -> None:
-        """Show the loss, and a warning above the bar."""
         if "warning" in record:
             self.progress.note(f"warning: step {record['step']}: {record['warning']}")
         self.progress.log(record["step"], f"loss {record['loss']:.4f}")
 
     def on_end(self, result: FitResult | None) -> None:
-        """Remove the bar."""
         self.progress.close()
 
 
@@ -118,20 +118,18 @@ class TensorBoard(Callback):
     """Writes every scalar of a log record as TensorBoard events into the run folder."""
 
     def on_start(self, info: FitInfo) -> None:
-        """Open the writer; what a killed run wrote after the step it resumes from is hidden."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(["tensorboard: the package is missing; pip install emoe[track]"]) from None
+        # `purge_step` hides what a killed run wrote after the step it resumes from.
         self.writer: Any = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=info.start + 1)
 
     def on_log(self, record: dict[str, Any]) -> None:
-        """Write the numbers."""
         for name, value in scalars(record).items():
             self.writer.add_scalar(name, value, record["step"])
 
     def on_end(self, result: FitResult | None) -> None:
-        """Write what is buffered."""
         if hasattr(self, "writer"):
             self.writer.close()
 
@@ -140,7 +138,6 @@ class WandB(Callback):
     """Logs every scalar to Weights & Biases, where the package is installed; a resumed run continues its log."""
 
     def on_start(self, info: FitInfo) -> None:
-        """Start or resume the run of the folder."""
         try:
             import wandb
         except ImportError:
@@ -150,11 +147,9 @@ class WandB(Callback):
         self.run: Any = wandb.init(dir=str(info.run_dir), name=info.run_dir.name, id=id_, resume="allow")
 
     def on_log(self, record: dict[str, Any]) -> None:
-        """Log the numbers."""
         self.run.log(scalars(record), step=record["step"])
 
     def on_end(self, result: FitResult | None) -> None:
-        """Finish the run."""
         if hasattr(self, "run"):
             self.run.finish(exit_code=int(result is None))
 
@@ -164,16 +159,49 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name != "step" and type(value) in (int, float)}
 
 
-class StopOnSignal(Callback):
-    """Ends the run after the step under way when a `StopSignal` was requested."""
+class StopSignal(Callback):
+    """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`, the number of the signal.
 
-    def __init__(self, stop: StopSignal):
-        self.stop = stop
+    As a callback it ends a run after the step under way. Outside the main thread, where Python allows no handlers, the
+    block does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._former: dict[int, Any] = {}
+
+    def ask(self) -> None:
+        """Ask for a stop from within, as a SIGTERM from outside would."""
+        if self.requested is None:
+            self.requested = signal.SIGTERM
 
     def should_stop(self, step: int) -> Stop | None:
-        """Whether a signal has come."""
-        number = self.stop.requested
-        return None if number is None else Stop(f"signal {number}", number)
+        return None if self.requested is None else Stop(f"signal {self.requested}", self.requested)
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._handle)
+            # A parent process may have blocked signals, and a blocked one is never handled.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._former)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            # None stands for a handler that was not set from Python and that Python cannot give back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # os.write and not print: the handler may run in the middle of another print to the same stream.
+        with contextlib.suppress(OSError):
+            if self.requested is None:
+                os.write(2, b"\nstopping at the next safe point; a second signal ends the run at once\n")
+            elif os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
+        if self.requested is not None:
+            os._exit(128 + number)
+        self.requested = number
 
 
 class Deadline(Callback):
@@ -183,7 +211,6 @@ class Deadline(Callback):
         self.moment = moment
 
     def should_stop(self, step: int) -> Stop | None:
-        """Whether the moment has passed."""
         return Stop("the time is up") if time.monotonic() >= self.moment else None
 
 
@@ -195,19 +222,16 @@ class EarlyStopping(Callback):
         self.best, self.best_step, self._since = math.inf, 0, 0
 
     def on_start(self, info: FitInfo) -> None:
-        """Read the records from before a resumption."""
         for record in info.records():
             self.on_log(record)
 
     def on_log(self, record: dict[str, Any]) -> None:
-        """Compare with the best value."""
         if self.metric in record:
             self._since += 1
             if record[self.metric] < self.best:
                 self.best, self.best_step, self._since = record[self.metric], record["step"], 0
 
     def should_stop(self, step: int) -> Stop | None:
-        """Whether the patience is exhausted."""
         if self._since < self.patience:
             return None
         return Stop(f"{self.metric} has not improved since step {self.best_step}")
@@ -232,7 +256,6 @@ class CollapseWarning(Callback):
         self._total, self._since, self._warned = 0, math.inf, False
 
     def on_start(self, info: FitInfo) -> None:
-        """Read the records from before a resumption."""
         self._total, records = info.total, info.records()
         warned = any("warning" in record for record in records)
         for record in records:
@@ -240,7 +263,6 @@ class CollapseWarning(Callback):
         self._warned = warned
 
     def on_log(self, record: dict[str, Any]) -> None:
-        """Check the record; the first verdict is added to it as a warning."""
         step = record["step"]
         text = self.describe(record) if step > GRACE * self._total else None
         self._since = math.inf if text is None else min(self._since, step)
@@ -249,7 +271,6 @@ class CollapseWarning(Callback):
             self._warned, record["warning"] = True, self.verdict
 
     def should_stop(self, step: int) -> Stop | None:
-        """Whether to end the run because of collapse."""
         if not self.stop or self.verdict is None:
             return None
         return Stop(f"{self.verdict}. It is saved; resume with --train.stop-on-collapse false to continue", failed=True)

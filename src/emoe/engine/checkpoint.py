@@ -8,19 +8,21 @@ makes it real. A reader sees a whole one or none. Tensors are safetensors, the r
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from emoe import files as storage
 from emoe.config import ConfigError
-from emoe.engine import tensorfile
 from emoe.files import DAMAGED, StorageError
 
 SCHEMA = 1
@@ -28,94 +30,73 @@ WEIGHTS = ("model", "ema")  # groups that sampling needs
 MANIFEST = "manifest.json"
 Groups = Mapping[str, Mapping[str, Tensor]]  # group (the stem of its file name) -> tensor name -> tensor
 _FOLDER = re.compile(r"step-[0-9]{9,}")
-_GROUP = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _log = logging.getLogger(__name__)
 
 
-class NewerSchemaError(StorageError):
-    """An intact checkpoint of a later release; falling back to an older one would throw work away unasked."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` gives back: tensors by group and name on the CPU, and the JSON values saved with them."""
+    """Tensors by group and name on the CPU, and the JSON values saved with them."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
     meta: dict[str, Any]
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
+    """An entry of the manifest."""
+
     group: str
     size: int
     sha256: str
 
 
 def save(
-    root: Path, step: int, tensors: Groups, meta: Mapping[str, Any], keep: int, *, max_file_bytes: int | None = None
+    root: Path, step: int, tensors: Groups, meta: Mapping[str, Any], keep: int, *, max_file_bytes: float = math.inf
 ) -> Path:
-    """Write a checkpoint and drop those that are too old; an intact one of the same step is left as it is.
+    """Write the checkpoint of a step; an intact one of the same step is left as it is.
 
-    Args:
-        root: Folder of all checkpoints of a run; made when missing.
-        step: Training step, which names the folder.
-        tensors: Groups of tensors on any device.
-        meta: JSON values; they come back as JSON has them (a tuple as a list).
-        keep: How many valid checkpoints stay; at least 2, since the newest is the one a disk fault hits.
-        max_file_bytes: Split a group into files of at most this size; a larger tensor has its own file.
+    `meta` are JSON values. Of the older checkpoints so many stay that `keep` are valid; at least 2, since the newest is
+    the one a disk fault hits. Groups are split into files of at most `max_file_bytes`, except for a larger tensor.
 
     Raises:
         StorageError: Disk full or not writable. Nothing is left behind and older checkpoints are as before.
     """
     if keep < 2:
         raise ConfigError([f"keep: must be >= 2, got {keep}"])
-    if step < 0 or not all(map(_GROUP.fullmatch, tensors)):
-        raise ValueError(f"a step >= 0 and groups of letters, digits and _ are needed, got {step}, {list(tensors)}")
-    path = root / f"step-{step:09d}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        storage.sweep(root)
-        # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
-        if path.exists() and _is_valid(path, thorough=True):
-            return path
-        with storage.new_folder(path) as folder:
-            files = _write_tensors(folder, tensors, max_file_bytes)
-            content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
-            storage.fault("before-manifest")
-            storage.write_sealed(folder / MANIFEST, content)
-            if path.exists():
-                storage.discard(path)
-    except OSError as error:
-        needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
-        problem = f"cannot write the checkpoint of step {step}, {needed} bytes needed ({error})"
-        raise StorageError(root, problem, "free space or make the folder writable, then resume") from error
+    storage.prepare(root)
+    path, files = root / f"step-{step:09d}", dict[str, Any]()
+    # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
+    if path.exists() and _is_sound(path, load):
+        return path
+    size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+    with storage.new_folder(path, size) as folder:
+        for group, members in sorted(tensors.items()):
+            for name, shard in split(group, members, max_file_bytes).items():
+                data = to_bytes(shard)
+                storage.write_synced(folder / name, data)
+                files[name] = {"group": group, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        content = {"schema": SCHEMA, "step": step, "torch": torch.__version__, "meta": dict(meta), "files": files}
+        storage.fault("before-manifest")
+        storage.write_sealed(folder / MANIFEST, content)
+        if path.exists():
+            storage.discard(path)
     storage.fault("after-rename")
     _prune(root, step, keep)
     return path
 
 
-def latest(root: Path, *, groups: Collection[str] | None = None) -> Path | None:
-    """The newest checkpoint with a sound manifest and files (of these groups) of the right sizes; none is read."""
-    return next((folder for folder in reversed(_folders(root)) if _is_valid(folder, groups)), None)
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint with a sound manifest and files of the right sizes; none of them is read."""
+    return next((folder for folder in reversed(_folders(root)) if _is_sound(folder)), None)
 
 
 def load(path: Path, *, groups: Collection[str] | None = None) -> Checkpoint:
-    """Read a `step-...` folder after checking its sizes and SHA-256.
-
-    Of `groups` alone, if they are given: sampling needs no state of the optimiser.
-    """
-    if path.is_file():
-        raise StorageError(path, "is a file", "give the step-... folder; pickles (.pt, .ckpt) are never loaded")
+    """Read a `step-...` folder, or some of its groups of tensors, after checking sizes and SHA-256."""
     step, meta, files = _read_manifest(path, groups)
-    if extra := {entry.name for entry in path.iterdir()} - {*files, MANIFEST}:
-        _log.warning("%s: ignored files that are not in the manifest: %s", path, ", ".join(sorted(extra)))
     tensors: dict[str, dict[str, Tensor]] = {}
-    for name, file in _of(groups, files).items():
-        group, members = tensors.setdefault(file.group, {}), tensorfile.read(path / name, file.sha256)
-        if twice := group.keys() & members:
-            raise StorageError(path / name, f"holds {min(twice)!r} a second time", DAMAGED)
-        group |= members
+    for name, file in files.items():
+        tensors.setdefault(file.group, {}).update(read_tensors(path / name, file.sha256))
     return Checkpoint(step, tensors, meta)
 
 
@@ -129,28 +110,12 @@ def load_latest(root: Path, *, groups: Collection[str] | None = None) -> Checkpo
     for folder in reversed(_folders(root)):
         try:
             return load(folder, groups=groups)
-        except NewerSchemaError:
-            raise
         except StorageError as error:
             problems.append(str(error))
             _log.warning("skipped a damaged checkpoint: %s", error)
     if problems:
         raise StorageError(root, "no checkpoint can be read: " + " | ".join(problems), "restore one from a copy")
     return None
-
-
-def _write_tensors(folder: Path, tensors: Groups, max_file_bytes: int | None) -> dict[str, dict[str, Any]]:
-    """Write all groups; the file names with what the manifest says of them."""
-    files: dict[str, dict[str, Any]] = {}
-    for group, members in sorted(tensors.items()):
-        shards = tensorfile.split(members, max_file_bytes)
-        for index, names in enumerate(shards, 1):
-            suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            data = tensorfile.to_bytes({name: members[name] for name in names})
-            storage.write_synced(folder / f"{group}{suffix}.safetensors", data)
-            file = _File(group, len(data), hashlib.sha256(data).hexdigest())
-            files[f"{group}{suffix}.safetensors"] = file._asdict()
-    return files
 
 
 def _folders(root: Path) -> list[Path]:
@@ -163,41 +128,30 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _of(groups: Collection[str] | None, files: Mapping[str, _File]) -> dict[str, _File]:
-    return {name: file for name, file in files.items() if groups is None or file.group in groups}
-
-
-def _read_manifest(folder: Path, groups: Collection[str] | None) -> tuple[int, dict[str, Any], dict[str, _File]]:
-    """Step, meta and files, once the seal, the schema and the presence and sizes of the groups' files are checked."""
+def _read_manifest(folder: Path, groups: Collection[str] | None = None) -> tuple[int, dict[str, Any], dict[str, File]]:
+    """Step, meta and the files of the groups, once the seal, the schema and their presence and sizes are checked."""
     path = folder / MANIFEST
-    content = storage.read_sealed(path)
+    content = storage.read_sealed(path, SCHEMA)
     try:
-        if content["schema"] > SCHEMA:
-            problem = f"has schema {content['schema']}, this release reads up to {SCHEMA}"
-            raise NewerSchemaError(path, problem, "update emoe")
-        files = {name: _File(**entry) for name, entry in content["files"].items()}
+        files = {name: File(**entry) for name, entry in content["files"].items()}
         step, meta = int(content["step"]), dict(content["meta"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(path, f"is not a manifest ({error!r})", DAMAGED) from error
     # Names come from a file that may be foreign: nothing outside the folder, nothing but safetensors.
     if odd := [name for name in files if not _FILE.fullmatch(name)]:
         raise StorageError(path, f"lists files that are not safetensors: {odd}", "pickles are never loaded")
-    wanted = _of(groups, files)
-    if missing := [name for name in wanted if not (folder / name).is_file()]:
+    files = {name: file for name, file in files.items() if groups is None or file.group in groups}
+    if missing := [name for name in files if not (folder / name).is_file()]:
         raise StorageError(folder, f"lacks {', '.join(missing)}", DAMAGED)
-    if wrong := [name for name, file in wanted.items() if (folder / name).stat().st_size != file.size]:
+    if wrong := [name for name, file in files.items() if (folder / name).stat().st_size != file.size]:
         raise StorageError(folder, f"has files of the wrong size: {', '.join(wrong)}", DAMAGED)
     return step, meta, files
 
 
-def _is_valid(folder: Path, groups: Collection[str] | None = None, *, thorough: bool = False) -> bool:
-    """Whether manifest and file sizes are right; `thorough` also reads and hashes every byte."""
+def _is_sound(folder: Path, read: Callable[[Path], object] = _read_manifest) -> bool:
+    """Whether manifest and file sizes are right; with `load` as `read` every byte is read and hashed."""
     try:
-        _, _, files = _read_manifest(folder, groups)
-        for name in files if thorough else ():
-            storage.read_verified(folder / name, files[name].sha256)
-    except NewerSchemaError:
-        raise
+        read(folder)
     except StorageError:
         return False
     return True
@@ -206,12 +160,54 @@ def _is_valid(folder: Path, groups: Collection[str] | None = None, *, thorough: 
 def _prune(root: Path, step: int, keep: int) -> None:
     """Drop what is older than the `keep` newest valid checkpoints up to the one just written.
 
-    Later steps do not count: they are there only if they were damaged and the run went on from an older one.
+    Later ones do not count: they are there only if they were damaged and the run went on from an older one.
     """
     upto = [folder for folder in _folders(root) if _step_of(folder) <= step]
-    valid = [folder for folder in upto if _is_valid(folder)]
+    valid = [folder for folder in upto if _is_sound(folder)]
     for folder in upto[: upto.index(valid[-keep])] if len(valid) >= keep else []:
         try:
             storage.discard(folder)
         except OSError as error:  # the new checkpoint is safe, so this must not end a run
             _log.warning("%s: could not be removed (%s)", folder, error.strerror)
+
+
+# --- Tensors as bytes of safetensors files: equal tensors give equal bytes, foreign bytes are refused
+
+
+def split(group: str, members: Mapping[str, Tensor], limit: float) -> dict[str, dict[str, Tensor]]:
+    """File name -> tensors, sorted by name, in files of at most `limit` bytes; a larger tensor stays alone."""
+    shards, filled = [dict[str, Tensor]()], 0
+    for name, tensor in sorted(members.items()):
+        size = tensor.nbytes + len(json.dumps(name)) + 160  # 160: the rest of its entry in the header
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+    if len(shards) == 1:
+        return {f"{group}.safetensors": shards[0]}
+    return {f"{group}-{index:05d}-of-{len(shards):05d}.safetensors": shard for index, shard in enumerate(shards, 1)}
+
+
+def to_bytes(members: Mapping[str, Tensor]) -> bytes:
+    """Contents of the safetensors file of these tensors, whatever their device, layout and order."""
+    ready, addresses = dict[str, Tensor](), set()
+    for name, tensor in sorted(members.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        # The format refuses tensors that share memory (tied weights, views of a buffer); a copy is the same.
+        ready[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
+    return safetensors.torch.save(ready)
+
+
+def read_tensors(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:
+    """The tensors of a file with this SHA-256; a StorageError with the remedy if they cannot be read."""
+    data = storage.read_verified(path, sha256, remedy)
+    # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
+    if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
+        raise StorageError(path, "is no safetensors file; pickles and other formats are never loaded", remedy)
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # the parser's own errors, unknown dtypes, sizes that do not fit
+        raise StorageError(path, f"is no sound safetensors file: {error}", remedy) from error

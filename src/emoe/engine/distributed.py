@@ -39,20 +39,11 @@ class World:
     """The processes of a run, of which this one has the number `rank`. Alone, every method does nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None, control: Any = None):
-        self.rank, self.size = rank, size
-        self._store, self._control = store, control
+        self.rank, self.size, self._store, self._control = rank, size, store, control
+        self.leads = rank == 0  # whether this process writes logs and checkpoints
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes logs and checkpoints."""
-        return self.rank == 0
-
-    def agree(self, number: int) -> int:
-        """The largest of the numbers that the processes give; all get the same one, and wait for each other."""
-        return number if self.size == 1 else self.any_of([number])[0]
-
-    def any_of(self, numbers: Sequence[int]) -> list[int]:
-        """The largest number at each index; equal lengths everywhere."""
+    def agree(self, *numbers: int) -> list[int]:
+        """The largest number at each index over the processes, which wait for each other; equal lengths everywhere."""
         if self.size == 1:
             return list(numbers)
         largest = torch.tensor(numbers, dtype=torch.long)
@@ -72,11 +63,7 @@ class World:
                 tensor.copy_(part.view(tensor.shape))
 
     def check_same(self, text: str, problem: str) -> None:
-        """Raise in all processes if their texts differ; `problem` says what that means.
-
-        Raises:
-            ConfigError: With the ranks that differ from the first.
-        """
+        """Raise a ConfigError in all processes if their texts differ; `problem` says what that means."""
         if self.size == 1:
             return
         texts: list[str] = [""] * self.size
@@ -93,17 +80,16 @@ class World:
         except BaseException:
             self.agree(1)
             raise
-        if self.agree(0):
+        if any(self.agree(0)):
             raise LostRank(f"rank {self.rank}: rank 0 could not begin, see its message")
 
     def _call(self, operation: Callable[..., object], *args: Any, **options: Any) -> None:
         """Exchange something with the others; a clear error if that fails."""
         try:
             operation(*args, **options)
+            return
         except RuntimeError as error:  # gloo has no type of its own for a closed connection, nor for a timeout
             reason = str(error).strip().splitlines()[0]
-        else:
-            return
         del options
         # Closing the connections wakes those that wait for this process, so that they can answer. It takes that no
         # frame of the failed call holds them any longer, which is why the error is gone here.
@@ -111,12 +97,9 @@ class World:
         dist.destroy_process_group(control)
         del control
         gc.collect()
-        lost = ", ".join(map(str, self._missing()))
-        problem = (
-            f"lost rank {lost}, which has ended or did not answer in {timeout_seconds():g} s (${TIMEOUT})"
-            if lost
-            else f"an exchange with the other ranks failed, though all are there ({reason})"
-        )
+        problem = f"an exchange with the other ranks failed, though all are there ({reason})"
+        if lost := ", ".join(map(str, self._missing())):
+            problem = f"lost rank {lost}, which has ended or did not answer in {timeout_seconds():g} s (${TIMEOUT})"
         raise LostRank(f"rank {self.rank}: {problem}; start all processes again with --resume")
 
     def _missing(self) -> list[int]:
@@ -137,22 +120,16 @@ ALONE = World()
 
 
 def launched() -> tuple[int, int, int]:
-    """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own.
-
-    Raises:
-        ConfigError: The variables are not those of a launcher.
-    """
+    """Rank, number of processes, and rank on this machine, by the environment; (0, 1, 0) for a process of its own."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return 0, 1, 0
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if missing := ", ".join(name for name in names if name not in os.environ):
         raise ConfigError(f"ranks: WORLD_SIZE is {size}, but {missing} is not set; start with torchrun, or unset it")
-    try:
-        rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    except ValueError:
-        rank, count, local = -1, 0, 0
-    if not 0 <= rank < count:
+    texts = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    rank, count, local = (int(text) if text.isdecimal() else -1 for text in texts)
+    if not (0 <= rank < count and local >= 0):
         raise ConfigError([f"ranks: RANK {os.environ['RANK']!r} of WORLD_SIZE {size!r} is none; start with torchrun"])
     return rank, count, local
 
@@ -160,13 +137,10 @@ def launched() -> tuple[int, int, int]:
 def timeout_seconds() -> float:
     """How long a process waits for the others."""
     text = os.environ.get(TIMEOUT) or TIMEOUT_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise ConfigError([f"{TIMEOUT}: must be a number of seconds > 0, got {text!r}"])
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e6:
+            return seconds
+    raise ConfigError([f"{TIMEOUT}: must be a number of seconds > 0, got {text!r}"])
 
 
 @contextlib.contextmanager

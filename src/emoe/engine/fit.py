@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,14 +17,12 @@ from emoe.engine.callbacks import Callback, CollapseError, FitInfo, FitResult, S
 from emoe.engine.distributed import ALONE, World
 from emoe.engine.metricslog import MetricsLog
 from emoe.engine.optim import OptimConfig
-from emoe.engine.rundir import run_lock
 from emoe.engine.stepper import Stepper, TrainConfig
-from emoe.files import prepare
+from emoe.files import prepare, run_lock
 from emoe.ramps import Ramp
 from emoe.rng import Rng
 
 MAX_SKIPPED_IN_ROW = 20
-STOP, FAIL = 64, 65  # agreed between ranks beside the numbers of signals
 
 
 class NumericFailure(RuntimeError):
@@ -48,12 +47,11 @@ def fit(
 ) -> FitResult:
     """Train `module` to `train.steps` updates in `run_dir`, whose lock is held meanwhile.
 
+    A run that is killed at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a
+    CPU; on a GPU if it is `deterministic`).
+
     With a `world` of several processes all of them call this with the same arguments, except for the rank of `rng` and
     its part of the batches. They stop at the same step when one of them is asked to; rank 0 writes everything.
-
-    Every random number is a function of (seed, step, purpose) and every batch of the step, so a run that is killed
-    at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a CPU; on a GPU if
-    it is `deterministic`).
 
     Raises:
         StorageError: A checkpoint cannot be written or read.
@@ -80,7 +78,7 @@ def fit(
             if saved != step and log is not None:
                 log.sync()
                 groups = {"model": module.state_dict(), **stepper.optimizer.state()}
-                limit = None if train.max_file_mb is None else train.max_file_mb * 10**6
+                limit = 1e6 * (train.max_file_mb or math.inf)
                 path = checkpoint.save(folder, step, groups, meta, keep=train.keep, max_file_bytes=limit)
                 for callback in watching:
                     callback.on_checkpoint(step, path)
@@ -125,11 +123,9 @@ def _restore(stepper: Stepper, folder: Path) -> int:
 
 def _asked(callbacks: Sequence[Callback], step: int, world: World) -> Stop | None:
     """The stop that a callback of any rank asks for; all ranks get one of the same kind."""
-    own = next((stop for callback in callbacks if (stop := callback.should_stop(step)) is not None), None)
-    code = world.agree(0 if own is None else own.signal or (FAIL if own.failed else STOP))
-    if not code or own is not None:
-        return own
-    return Stop("another rank stopped", 0 if code in (STOP, FAIL) else code, code == FAIL)
+    own = next((stop for callback in callbacks if (stop := callback.should_stop(step))), None)
+    asked, signal, failed = world.agree(*((1, own.signal, own.failed) if own else (0, 0, 0)))
+    return Stop("another rank stopped", signal, bool(failed)) if asked and not own else own
 
 
 def _record(stepper: Stepper, step: int) -> dict[str, Any]:
@@ -148,11 +144,9 @@ def _record(stepper: Stepper, step: int) -> dict[str, Any]:
 
 def _check_refused(stepper: Stepper, step: int) -> None:
     in_row, loss = int(stepper.optimizer.skipped_in_row.item()), stepper.loss
-    if in_row < MAX_SKIPPED_IN_ROW:
-        return
-    if loss is not None and loss.valid is not None and not bool(loss.valid):
-        raise NumericFailure(f"step {step}: the last {in_row} steps were refused: {loss.refusal}")
-    raise NumericFailure(
-        f"step {step}: the last {in_row} steps had a loss or gradient that is not finite and were skipped. "
-        "Lower optim.lr, set optim.clip, or look at metrics.jsonl for where it began."
-    )
+    if in_row >= MAX_SKIPPED_IN_ROW:
+        reason = "had a loss or gradient that is not finite and were skipped. Lower optim.lr, set optim.clip, or look "
+        reason += "at metrics.jsonl for where it began."
+        if loss is not None and loss.valid is not None and not bool(loss.valid):
+            reason = f"were refused: {loss.refusal}"
+        raise NumericFailure(f"step {step}: the last {in_row} steps {reason}")

@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from emoe.files import StorageError, replace_file
 
 _NOT_FINITE = ("nan", "inf", "-inf")
@@ -30,7 +27,6 @@ class MetricsLog:
     def __init__(self, path: Path, step: int):
         self.path = path
         with self._checked():
-            path.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes() if path.is_file() else b""
             before = b"".join(line + b"\n" for line in data.split(b"\n") if _step_of(line) <= step)
             if before != data:
@@ -83,7 +79,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # of torch or NumPy
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

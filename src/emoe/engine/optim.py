@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ class OptimConfig(Config):
     floor: float = option(0.0, doc="share of the peak that a cosine ends at", low=0, high=1)
 
     def conflicts(self) -> Iterator[str]:
-        """Two decay rates."""
         if len(self.betas) != 2 or max(self.betas) >= 1:
             yield f"betas: must be two numbers in [0, 1), got {self.betas}"
 
@@ -58,15 +57,8 @@ class Optimizer:
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.params: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         kind = torch.optim.AdamW if config.algorithm == "adamw" else torch.optim.Adam
-        self.adam = kind(
-            self.params,
-            lr=lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-            capturable=lr.is_cuda,
-        )
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("betas", "eps", "weight_decay")}
+        self.adam = kind(self.params, lr=lr, **options, fused=True, capturable=lr.is_cuda)
         self.ema: list[Tensor] = [p.detach().clone() for p in self.params] if ema else []
         self.grad_norm, self.skipped, self.skipped_in_row = torch.zeros(3, device=self.params[0].device).unbind()
 

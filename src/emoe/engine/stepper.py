@@ -56,7 +56,6 @@ class TrainConfig(Config):
     )
 
     def conflicts(self) -> Iterator[str]:
-        """Equal parts."""
         if self.batch % self.accumulate:
             yield f"accumulate: must divide batch = {self.batch}, got {self.accumulate}"
 
@@ -165,7 +164,7 @@ class Stepper:
         """Gradients, loss and log as means over the ranks: what follows is the same everywhere, refusals included."""
         params = self.optimizer.params
         # A parameter that no rank used must stay without a gradient, or weight decay and moments would act on it.
-        used = self.world.any_of([p.grad is not None for p in params])
+        used = self.world.agree(*(p.grad is not None for p in params))
         for p, anywhere in zip(params, used, strict=True):
             if anywhere and p.grad is None:
                 p.grad = torch.zeros_like(p)

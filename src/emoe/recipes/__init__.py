@@ -20,7 +20,16 @@ class Recipe(NamedTuple):
 
 
 _RECIPES: dict[str, Recipe] = {}
-_ALIASES: dict[str, str] = {}
+EARLIER = {  # names of version 0.1 -> those of today
+    "toy-8modes-emoe-plus": "toy-8modes-emoe-vimco",
+    "toy-swissroll-emoe-plus": "toy-swissroll-emoe-vimco",
+    "ties-emoe-plus": "ties-emoe-wake-sleep",
+    "digits-emoe-plus": "digits-emoe-vimco",
+    "mnist-emoe-plus": "mnist-emoe-floor",
+    "lm1b-emoe-plus": "lm1b-emoe-free-nats",
+    "news-small-emoe-plus": "news-small-emoe-free-nats",
+    "text-tiny-emoe-plus": "text-tiny-emoe-free-nats",
+}
 
 
 def recipe(build: Callable[[], Experiment]) -> Callable[[], Experiment]:
@@ -30,11 +39,9 @@ def recipe(build: Callable[[], Experiment]) -> Callable[[], Experiment]:
     return build
 
 
-def register(origin: str, doc: str, experiment: Experiment, *, old: str | None = None) -> None:
-    """Register an experiment under its own name, and under an earlier one for a release."""
+def register(origin: str, doc: str, experiment: Experiment) -> None:
+    """Register an experiment under its own name."""
     _add(experiment.name, Recipe(doc, lambda: experiment, origin))
-    if old is not None:
-        _ALIASES[old] = experiment.name
 
 
 def _add(name: str, new: Recipe) -> None:
@@ -54,7 +61,7 @@ def all_recipes() -> dict[str, Recipe]:
 def get_recipe(name: str) -> Experiment:
     """Build the experiment of a recipe; earlier names work too."""
     recipes = all_recipes()
-    name = name if name in recipes else _ALIASES.get(name, name)
-    if name not in recipes:
+    found = recipes.get(name) or recipes.get(EARLIER.get(name, name))
+    if found is None:
         raise ConfigError(f"recipe: {name!r} is not known{hint(name, list(recipes))}")
-    return recipes[name].build()
+    return found.build()

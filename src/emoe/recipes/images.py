@@ -69,37 +69,21 @@ DIGITS_VIMCO = replace(
     compare=CompareConfig(estimator="vimco", draws=4, credit="position"),
 )
 
-register(__name__, "MDLM on binarised MNIST (App. B.2).", _mnist("mnist-mdlm", MDLMConfig(t_low=MNIST_T_LOW)))
-register(
-    __name__,
-    "VADD on binarised MNIST (App. B.2).",
-    _mnist("mnist-vadd", VADDConfig(t_low=MNIST_T_LOW, latent=64, kl_weight=QUARTER)),
-)
-register(__name__, "E-MoE on binarised MNIST (App. B.2).", _mnist("mnist-emoe", MNIST_EMOE))
-register(
-    __name__,
-    "E-MoE on binarised MNIST with w(t) on the KL too and a floor under the experts' usage.",
-    _mnist("mnist-emoe-floor", MNIST_FLOOR),
-    old="mnist-emoe-plus",
-)
-register(
-    __name__,
-    "MDLM on small digits; about a minute on two cores.",
-    _digits("digits-mdlm", MDLMConfig(t_low=DIGITS_T_LOW)),
-)
-register(
-    __name__,
-    "VADD on small digits; below two minutes on two cores.",
-    _digits("digits-vadd", VADDConfig(t_low=DIGITS_T_LOW, latent=16, kl_weight=QUARTER)),
-)
-register(
-    __name__,
-    "E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; about two minutes on two cores.",
-    _digits("digits-emoe", DIGITS_EMOE),
-)
-register(
-    __name__,
-    "E-MoE on small digits, learned by VIMCO with 4 draws; three to five minutes on two cores.",
-    _digits("digits-emoe-vimco", DIGITS_VIMCO),
-    old="digits-emoe-plus",
-)
+for key, doc, method in (
+    ("mdlm", "MDLM on binarised MNIST (App. B.2).", MDLMConfig(t_low=MNIST_T_LOW)),
+    ("vadd", "VADD on binarised MNIST (App. B.2).", VADDConfig(t_low=MNIST_T_LOW, latent=64, kl_weight=QUARTER)),
+    ("emoe", "E-MoE on binarised MNIST (App. B.2).", MNIST_EMOE),
+    (
+        "emoe-floor",
+        "E-MoE on binarised MNIST with w(t) on the KL too and a floor under the experts' usage.",
+        MNIST_FLOOR,
+    ),
+):
+    register(__name__, doc, _mnist(f"mnist-{key}", method))
+for key, doc, method in (
+    ("mdlm", "MDLM on small digits; about a minute", MDLMConfig(t_low=DIGITS_T_LOW)),
+    ("vadd", "VADD on small digits; below two minutes", VADDConfig(t_low=DIGITS_T_LOW, latent=16, kl_weight=QUARTER)),
+    ("emoe", "E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; about two minutes", DIGITS_EMOE),
+    ("emoe-vimco", "E-MoE on small digits, learned by VIMCO with 4 draws; three to five minutes", DIGITS_VIMCO),
+):
+    register(__name__, f"{doc} on two cores.", _digits(f"digits-{key}", method))

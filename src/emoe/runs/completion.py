@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 from emoe.config import ConfigError
 from emoe.domains.base import DomainConfig, Ink
 from emoe.figures.base import save
+from emoe.runs.sampling import Rows, token_rows
 from emoe.types import TokenSpace
 
 Source = str | Path
 Given = Source | Sequence[Source] | Tensor | np.ndarray
-Rows = Int[Tensor, "m L"]
 Keep = str | Tensor | np.ndarray | None
 
 
@@ -84,15 +83,3 @@ def check_beginnings(given: Rows, space: TokenSpace) -> None:
     wanted = given == space.mask_id
     for row in (wanted[:, :-1] & ~wanted[:, 1:]).any(1).nonzero().flatten().tolist()[:1]:
         raise ConfigError([f"continue: row {row} has a hole before its last word; use --given to fill holes"])
-
-
-def token_rows(given: Any, space: TokenSpace) -> Rows:
-    """Given rows as tokens, with the mask where they have -1."""
-    rows = torch.atleast_2d(torch.as_tensor(given).cpu())
-    if rows.ndim != 2 or rows.shape[1] != space.length or not len(rows) or rows.is_floating_point():
-        raise ConfigError([f"given: expected whole numbers of shape (m, {space.length}), got {tuple(rows.shape)}"])
-    rows = rows.long()
-    rows = rows.masked_fill(rows == -1, space.mask_id)
-    if rows.min() < 0 or rows.max() >= space.size:
-        raise ConfigError([f"given: tokens must be in 0..{space.size - 1} (-1 or {space.mask_id} where one is wanted)"])
-    return rows

@@ -11,11 +11,10 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ import emoe
 from emoe import files as storage
 from emoe.config import ConfigError, prefixed, to_dict
 from emoe.domains.base import Domain
-from emoe.engine import tensorfile
-from emoe.engine.checkpoint import NewerSchemaError
+from emoe.engine.checkpoint import read_tensors, to_bytes
 from emoe.experiment import Experiment, customise
 from emoe.files import StorageError
 from emoe.methods.base import Method
 from emoe.reporting.provenance import source_commit
 from emoe.runs.run import Run
-from emoe.runs.train import NO_RUN, Weights, load_run, load_weights, pick_device
+from emoe.runs.train import NO_RUN, Weights, load_run, pick_device, with_weights
 from emoe.types import TokenSpace
 
 Precision = Literal["fp16", "bf16"]
@@ -74,7 +72,7 @@ def released() -> dict[str, Path]:
 
 
 def find(name: str | Path) -> Path | None:
-    """The folder of a release: a path that exists, else a name (see `released`); None if it is neither."""
+    """The folder of a release by its path, or else by its name (see `released`); None if it is neither."""
     path = Path(name)
     if path.exists():
         return path if (path / CONFIG).is_file() else None
@@ -89,45 +87,26 @@ def from_pretrained(
     weights: Weights = "auto",
     domain: Domain | None = None,
 ) -> Run:
-    """Open a released model by its name (see `released`) or folder; the other arguments are those of `load_run`.
-
-    Raises:
-        ConfigError: There is no such release, or its tensors are not those of the model it describes.
-        StorageError: Its files are damaged, not safetensors, or of a later release of this package.
-    """
+    """Open a released model by its name (see `released`) or folder; the other arguments are those of `load_run`."""
     where, path = pick_device(device), find(name)
     if path is None:
-        raise ConfigError([_unknown(name)])
-    with _config(path) as content:
-        saved = Experiment.from_tree(content["experiment"], content["schema"])
+        raise ConfigError(_unknown(Path(name)))
+    content = storage.read_sealed(path / CONFIG, SCHEMA, AGAIN)
+    try:
+        with prefixed(f"{path / CONFIG}: "):
+            saved = Experiment.from_tree(content["experiment"], content["schema"])
         held, step, licence, title = content["weights"], int(content["step"]), content["licence"], content["name"]
         space, digest = TokenSpace(**content["space"]), content["file"]["sha256"]
+    except ConfigError:  # of the experiment, which names the field
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(path / CONFIG, f"is no config of a release ({error!r})", AGAIN) from error
     if weights not in ("auto", held):
         raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {held}"])
     experiment = customise(saved, settings or {})
-    method, tensors = experiment.build_method(space), tensorfile.read(path / MODEL, digest, AGAIN)
-    load_weights(method, tensors, f"weights: {path / MODEL} does not fit the model of its config and these settings")
-    run = Run(path, experiment, method.to(where).eval(), step, name=title, licence=licence)
-    if domain is not None:
-        run.domain = domain
-    return run
-
-
-@contextmanager
-def _config(folder: Path) -> Iterator[dict[str, Any]]:
-    """The content of a release's config; what is wrong with it in the `with` block is an error that names the file."""
-    path = folder / CONFIG
-    content = storage.read_sealed(path, AGAIN)
-    try:
-        if int(content["schema"]) > SCHEMA:
-            problem = f"has schema {content['schema']}, this version reads up to {SCHEMA}"
-            raise NewerSchemaError(path, problem, "update emoe")
-        with prefixed(f"{path}: "):
-            yield content
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StorageError(path, f"is no config of a release ({error!r})", AGAIN) from error
+    run = Run(path, experiment, experiment.build_method(space), step, name=title, licence=licence)
+    problem = f"weights: {path / MODEL} does not fit the model of its config and these settings"
+    return with_weights(run, read_tensors(path / MODEL, digest, AGAIN), problem, where, domain)
 
 
 def release(
@@ -150,30 +129,30 @@ def release(
         precision: fp16 rounds to 11 significant bits and refuses weights from 65,520 on; bf16 has 8 bits and no limit.
         unfinished: Also release a run that has not done all its steps.
         licence: Licence of the weights (SPDX).
-
-    Raises:
-        ConfigError: The run is not finished, the name is taken or none, or weights cannot be rounded.
-        StorageError: Disk full or not writable. Nothing is left behind.
     """
     source, root = Path(run_dir), Path(out)
     if not (source / "experiment.json").is_file():
         raise ConfigError(f"run: {source} {NO_RUN}")
-    experiment = Experiment.load(source / "experiment.json")
-    held: Weights = "ema" if experiment.train.ema else "model"
-    run, steps = load_run(source, device="cpu", weights=held), experiment.train.steps
+    run = load_run(source, device="cpu")
+    experiment, steps = run.experiment, run.experiment.train.steps
     if run.step < steps and not unfinished:
         remedy = "finish it with: emoe train ... --resume, or add --unfinished"
         raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
-    name = _free_name(root, experiment.name, name)
+    name = experiment.name if name is None else name
+    if not _NAME.fullmatch(name):  # or a changed recipe, whose weights must not pass for the recipe's own
+        letters = "letters, digits, '.', '_' and '-' only, no '.' in front"
+        raise ConfigError(f"name: it is {name!r}, which cannot name a folder; give one: --name ({letters})")
+    if (root / name).exists():
+        raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
     tensors, errors = _rounded(run.method, precision)
-    data, worst = tensorfile.to_bytes(tensors), max(errors, key=errors.__getitem__)
+    data, worst = to_bytes(tensors), max(errors, key=errors.__getitem__)
     parameters = sum(parameter.numel() for parameter in run.method.parameters())
     config = {
         "schema": SCHEMA,
         "name": name,
         "experiment": to_dict(_portable(experiment)),
         "step": run.step,
-        "weights": held,
+        "weights": "ema" if experiment.train.ema else "model",
         "precision": precision,
         "rounding": errors[worst],
         "parameters": parameters,
@@ -185,40 +164,21 @@ def release(
         "torch": torch.__version__,
     }
     storage.prepare(root)
-    try:
-        with storage.new_folder(root / name) as folder:
-            storage.write_synced(folder / MODEL, data)
-            storage.write_sealed(folder / CONFIG, config)
-    except OSError as error:
-        problem = f"cannot write the release {name!r}, {len(data)} bytes needed ({error})"
-        raise StorageError(root, problem, "free space or make the folder writable") from error
+    with storage.new_folder(root / name, len(data)) as folder:
+        storage.write_synced(folder / MODEL, data)
+        storage.write_sealed(folder / CONFIG, config)
     size = sum(file.stat().st_size for file in (root / name).iterdir())
     return Release(name, root / name, parameters, size, errors[worst], worst)
 
 
-def _unknown(name: str | Path) -> str:
-    path = Path(name)
+def _unknown(path: Path) -> list[str]:
     if (path / "experiment.json").is_file():
-        return f"weights: {path} is a run folder, not a release; open it with emoe.load_run, or export it: emoe release"
+        return [f"run: {path} is a run folder, not a release; open it with emoe.load_run, or export it: emoe release"]
     if path.is_file():
-        return f"weights: {path} is a file; give the folder with {CONFIG} and {MODEL}; pickles are never loaded"
-    if path.is_dir():
-        return f"weights: {path} is no release (no {CONFIG}); give a folder that emoe release wrote"
-    there = ", ".join(sorted(released())) or "none"
-    searched = ", ".join(map(str, folders()))
-    return f"weights: no released model is called {str(name)!r}; there are: {there} (in {searched}; set EMOE_WEIGHTS)"
-
-
-def _free_name(root: Path, recipe: str, name: str | None) -> str:
-    if name is None and not _NAME.fullmatch(recipe):
-        # A changed recipe says so in its name; its weights must not pass for the recipe's own.
-        raise ConfigError(f"name: the run holds {recipe!r}, which cannot name a folder; give one: --name")
-    name = recipe if name is None else name
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name: {name!r} is not allowed; letters, digits, '.', '_' and '-' only, no '.' in front")
-    if (root / name).exists():
-        raise ConfigError(f"name: {root / name} exists already; remove it or give another --name")
-    return name
+        return [f"run: {path} is a file; give the folder with {CONFIG} and {MODEL}; pickles are never loaded"]
+    there, searched = ", ".join(sorted(released())) or "none", ", ".join(map(str, folders()))
+    nor = f"nor is it a released model (no {CONFIG}); there are: {there} (in {searched}; set EMOE_WEIGHTS)"
+    return [f"run: {path} {NO_RUN}", f"run: {nor}"]
 
 
 def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -231,7 +191,7 @@ def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], d
         if not rounded.isfinite().all():
             remedy = "; use --precision bf16" if precision == "fp16" else ""
             raise ConfigError(f"precision: {name} has weights too large for {precision}{remedy}")
-        errors[name] = (weight.double() - rounded.double()).abs().max().item() if weight.numel() else 0.0
+        errors[name] = (weight.double() - rounded.double()).abs().max().item()
         tensors[name] = rounded
     return tensors, errors
 

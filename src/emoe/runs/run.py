@@ -22,7 +22,7 @@ from emoe.evaluation.measure import measure_samples
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
 from emoe.rng import Rng, derive_seed
-from emoe.runs.completion import Completion, Given, Keep, Rows, prepare, token_rows
+from emoe.runs.completion import Completion, Given, Keep, prepare
 from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
 
@@ -94,20 +94,10 @@ class Run:
         """
         return self.pool(n, nfe, seed=seed, given=given, precision=precision).samples
 
-    def pool(
-        self,
-        n: int,
-        nfe: int | None = None,
-        *,
-        seed: int = 0,
-        given: Any = None,
-        precision: Precision | None = None,
-    ) -> Pool:
-        """`sample`, with the number of network calls and the time it took."""
-        rows = None if given is None else token_rows(given, self.method.space)
-        batch, sampler = self.experiment.eval.batch, self.experiment.eval.sampler
-        nfe = self.default_nfe if nfe is None else nfe
-        return draw(self.method, n, nfe, seed=seed, batch=batch, given=rows, sampler=sampler, precision=precision)
+    def pool(self, n: int, nfe: int | None = None, **options: Any) -> Pool:
+        """`sample` with the same options, with the number of network calls and the time it took."""
+        nfe, config = self.default_nfe if nfe is None else nfe, self.experiment.eval
+        return draw(self.method, n, nfe, batch=config.batch, sampler=config.sampler, **options)
 
     def complete(
         self, given: Given, n: int = 1, nfe: int | None = None, *, seed: int = 0, keep: Keep = None, ink: Ink = "auto"
@@ -129,20 +119,15 @@ class Run:
             ConfigError: Arguments that cannot be used, or nothing to fill in.
             DataError: A file that cannot be used.
         """
-        rows, masked = prepare(self.method.space, self.experiment.domain, given, keep=keep, ink=ink)
-        return self.fill_in(rows, masked, n, nfe, seed=seed)
-
-    def fill_in(self, rows: Rows, given: Rows, n: int, nfe: int | None = None, *, seed: int = 0) -> Completion:
-        """Draw the completions of what `prepare` returned; tokens that are given are compared afterwards."""
         if n < 1:
             raise ConfigError([f"n: must be >= 1, got {n}"])
-        repeated, space = given.repeat_interleave(n, 0), self.method.space
-        pool = self.pool(len(repeated), nfe, seed=seed, given=repeated)
-        kept = repeated != space.mask_id
-        if not torch.equal(pool.samples[kept], repeated[kept]):
+        space, domain, nfe = self.method.space, self.experiment.domain, self.default_nfe if nfe is None else nfe
+        rows, masked = prepare(space, domain, given, keep=keep, ink=ink)
+        repeated = masked.repeat_interleave(n, 0)
+        samples, kept = self.sample(len(repeated), nfe, seed=seed, given=repeated), repeated != space.mask_id
+        if not torch.equal(samples[kept], repeated[kept]):
             raise AssertionError("the sampler changed tokens that were given")
-        samples = pool.samples.unflatten(0, (len(rows), n))
-        return Completion(rows, given, samples, pool.nfe, space, self.experiment.domain)
+        return Completion(rows, masked, samples.unflatten(0, (len(rows), n)), nfe, space, domain)
 
     def nll(
         self, rows: Int[Tensor, "m L"] | np.ndarray | None = None, likelihood: str = "bound@1", *, seed: int = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from emoe.config import ConfigError
 from emoe.engine.arithmetic import Precision, arithmetic
 from emoe.methods.base import PLAIN, Method, SamplerConfig
 from emoe.rng import Rng, derive_seed
+from emoe.types import TokenSpace
+
+Rows = Int[Tensor, "m L"]
 
 
 class Pool(NamedTuple):
@@ -25,6 +29,18 @@ class Pool(NamedTuple):
     nfe: int  # network calls of a row with the plain sampler, and the most with another one
     calls: float  # mean number of calls that a row took part in; `nfe` with the plain sampler
     seconds: float
+
+
+def token_rows(given: Any, space: TokenSpace) -> Rows:
+    """Rows as tokens, with the mask where they have -1."""
+    rows = torch.atleast_2d(torch.as_tensor(given).cpu())
+    if rows.ndim != 2 or rows.shape[1] != space.length or not len(rows) or rows.is_floating_point():
+        raise ConfigError([f"given: expected whole numbers of shape (m, {space.length}), got {tuple(rows.shape)}"])
+    rows = rows.long()
+    rows = rows.masked_fill(rows == -1, space.mask_id)
+    if rows.min() < 0 or rows.max() >= space.size:
+        raise ConfigError([f"given: tokens must be in 0..{space.size - 1} (-1 or {space.mask_id} where one is wanted)"])
+    return rows
 
 
 @dataclass
@@ -42,13 +58,10 @@ def count_calls(module: nn.Module) -> Iterator[CallCount]:
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
         count.calls += 1
-        count.rows += len(inputs[0]) if inputs else 0
+        count.rows += len(inputs[0])
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with module.register_forward_hook(hook):
         yield count
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()
@@ -59,7 +72,7 @@ def draw(
     *,
     seed: int = 0,
     batch: int | None = None,
-    given: Int[Tensor, "n L"] | None = None,
+    given: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
     sampler: SamplerConfig = PLAIN,
     precision: Precision | None = None,
 ) -> Pool:
@@ -71,7 +84,7 @@ def draw(
         nfe: Network calls; with a sampler other than plain a row can take fewer.
         seed: Seed of the draw.
         batch: Rows drawn at a time, which bounds the memory; another size gives other rows. None: all at once.
-        given: Rows with the mask where tokens are wanted; all other tokens stay.
+        given: Rows with -1 or the mask where tokens are wanted; all other tokens stay.
         sampler: How masked diffusion methods draw.
         precision: Of the network's products; bf16 means autocast. None: as the process is set. Token probabilities are
             in float64 with all of them.
@@ -84,35 +97,25 @@ def draw(
     method.check_sampler(sampler)
     if n < 1 or nfe < 1:
         raise ConfigError([f"{'n' if n < 1 else 'nfe'}: must be >= 1, got {min(n, nfe)}"])
-    if given is None:
-        given = torch.full((1, space.length), space.mask_id).expand(n, -1)
-    if given.shape != (n, space.length):
-        raise ConfigError([f"given: expected {n} rows of {space.length} tokens, got shape {tuple(given.shape)}"])
-    if given.min() < 0 or given.max() >= space.size:
-        raise ConfigError([f"given: tokens must be in 0..{space.size - 1} ({space.mask_id} is the mask)"])
-    rng, began, training = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic(), method.training
+    empty = torch.full((1, space.length), space.mask_id).expand(n, -1)
+    first = empty if given is None else token_rows(given, space)
+    if len(first) != n:
+        raise ConfigError([f"given: expected {n} rows of {space.length} tokens, got {len(first)}"])
+    rng, began = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic()
     parts, rows = [], 0
-    method.eval()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(method.train, method.training)
+        method.eval()
+        if precision is not None:
+            stack.enter_context(arithmetic(precision))
+        if precision == "bf16":
+            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         for start in range(0, n, batch or n):
-            x = given[start : start + (batch or n)].to(device, copy=True)
-            with count_calls(method.backbone) as count, _products(precision, device):
+            x = first[start : start + (batch or n)].to(device, copy=True)
+            with count_calls(method.backbone) as count:
                 parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler).cpu())
             if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
                 raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
             rows += count.rows
-    finally:
-        method.train(training)
     calls = nfe if sampler.kind == "plain" else rows / n
     return Pool(torch.cat(parts), nfe, calls, time.monotonic() - began)
-
-
-@contextlib.contextmanager
-def _products(precision: Precision | None, device: torch.device) -> Iterator[None]:
-    """Matrix products in a precision, for the length of a `with` block."""
-    with contextlib.ExitStack() as stack:
-        if precision:
-            stack.enter_context(arithmetic(precision))
-        if precision == "bf16":
-            stack.enter_context(torch.autocast(device.type, torch.bfloat16))
-        yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,12 @@ from torch import Tensor
 from emoe.config import ConfigError, to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopOnSignal
+from emoe.engine.callbacks import Callback, CollapseWarning, ProgressBar, StopSignal
 from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
-from emoe.engine.rundir import run_lock
-from emoe.engine.signals import StopSignal
 from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
-from emoe.methods.base import Method
+from emoe.files import run_lock
 from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
@@ -41,12 +40,9 @@ def pick_device(name: str = "auto") -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda", "mps"):
+    if not re.fullmatch(r"(cpu|cuda|mps)(:\d\d?)?", name):
         raise ConfigError([f"device: {name!r} is not known; allowed: auto, cpu, cuda, cuda:N"])
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= gpus:
         here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
         raise ConfigError([f"device: {name!r} was asked for, but torch sees {gpus or 'no'} GPU; allowed here: {here}"])
@@ -83,8 +79,8 @@ def train(
     path = Path(folder)
     experiment = customise(get_recipe(recipe) if isinstance(recipe, str) else recipe, settings or {})
     where, config, parts = _own_device(device), experiment.train, _parts(experiment.train)
-    label = f"{experiment.name.partition(' ')[0]} seed {experiment.seed}"
-    shown: Sequence[Callback] = [ProgressBar(label)] if callbacks is None else callbacks
+    if callbacks is None:
+        callbacks = [ProgressBar(f"{experiment.name.partition(' ')[0]} seed {experiment.seed}")]
     with joined(where) as world, contextlib.ExitStack() as stack:
         domain = experiment.domain.build(experiment.seed) if domain is None else domain
         method = experiment.build_method(domain.space).to(where)
@@ -113,7 +109,7 @@ def train(
             resume=resume,
             meta=meta,
             # The warning comes before what shows it.
-            callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *shown, StopOnSignal(stop)],
+            callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *callbacks, stop],
             world=world,
         )
         run = load_run(path, device=str(where), domain=domain)
@@ -124,11 +120,9 @@ def train(
 def _own_device(name: str) -> torch.device:
     """The device of this process: with several of them, each has the GPU of its number on this machine."""
     where, (_, size, local) = pick_device(name), launched()
-    if size == 1:
-        return where
-    if threading.current_thread() is not threading.main_thread():
+    if size > 1 and threading.current_thread() is not threading.main_thread():
         raise ConfigError("ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE")
-    if where.type != "cuda":
+    if size == 1 or where.type != "cuda":
         return where
     if where.index is not None:
         raise ConfigError(f"device: each of {size} processes has a GPU of its own, so {name!r} cannot be; give cuda")
@@ -156,26 +150,18 @@ def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: i
             raise ConfigError(f"run: {path} already holds a trained run; add --resume to go on, or choose another")
         if not saved.exists():
             raise ConfigError(f"run: {path} has checkpoints but no experiment.json; choose another folder")
-        _check_same(path, experiment, data, parts)
+        changes = differences(Experiment.load(saved), experiment).items()
+        if frozen := [f"  {field}: {change}" for field, change in changes if not field.startswith("eval.")]:
+            first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
+            raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
+        newest = checkpoint.load_latest(path / "checkpoints", groups=())
+        meta = newest.meta if newest is not None else {}
+        if meta.get("data", data) != data:
+            raise ConfigError(f"resume: the training rows are not those {path} was started with; use a new folder")
+        if (before := meta.get("parts", 1)) != parts:
+            cut = f"the updates of {path} are cut into {before} parts (processes x train.accumulate), not {parts}"
+            raise ConfigError(f"resume: {cut}, and each draws its own noise; keep the product")
     experiment.save(saved)
-
-
-def _check_same(path: Path, experiment: Experiment, data: str, parts: int) -> None:
-    changes = differences(Experiment.load(path / "experiment.json"), experiment).items()
-    if frozen := [f"  {field}: {change}" for field, change in changes if not field.startswith("eval.")]:
-        first, last = f"resume: {path} was started with another experiment", "  resume with the same fields"
-        raise ConfigError([first, *frozen, f"{last}, or train into a new folder"])
-    newest = checkpoint.latest(path / "checkpoints")
-    if newest is None:
-        return
-    meta = checkpoint.load(newest, groups=()).meta
-    if meta.get("data", data) != data:
-        raise ConfigError(f"resume: the training rows are not those {path} was started with; train into a new folder")
-    if (before := meta.get("parts", 1)) != parts:
-        raise ConfigError(
-            f"resume: the updates of {path} are cut into {before} parts (processes x train.accumulate), not {parts}, "
-            "and each draws its own noise; keep the product"
-        )
 
 
 def load_run(
@@ -199,35 +185,34 @@ def load_run(
     """
     path, where = Path(folder_or_name), pick_device(device)
     if not (path / "experiment.json").exists():
-        from emoe.runs import pretrained  # which builds on this module
+        from emoe.runs.pretrained import from_pretrained  # which builds on this module
 
-        if pretrained.find(path) is not None:
-            return pretrained.from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
-        names = ", ".join(sorted(pretrained.released()))
-        nor = [f"run: nor is it a released model; there are: {names}"] if names else []
-        raise ConfigError([f"run: {path} {NO_RUN}", *nor])
+        return from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
     saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
-    if domain is None and "space" not in saved.meta:  # a run of an earlier version
-        domain = experiment.domain.build(experiment.seed)
-    method = experiment.build_method(TokenSpace(**saved.meta["space"]) if domain is None else domain.space)
+    space = TokenSpace(**saved.meta["space"]) if domain is None else domain.space
     if weights == "ema" and "ema" not in saved.tensors:
         raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
     state = saved.tensors["model"] | ({} if weights == "model" else saved.tensors.get("ema", {}))
-    load_weights(method, state, f"run: the weights in {path} do not fit these fields or this data")
-    run = Run(path, experiment, method.to(where).eval(), saved.step)
-    if domain is not None:
-        run.domain = domain
-    return run
+    problem = f"run: the weights in {path} do not fit these fields or this data"
+    return with_weights(
+        Run(path, experiment, experiment.build_method(space), saved.step), state, problem, where, domain
+    )
 
 
-def load_weights(method: Method, state: Mapping[str, Tensor], problem: str) -> None:
-    """Load weights; a ConfigError that begins with `problem` and names tensors if they are not those of the method."""
+def with_weights(
+    run: Run, state: Mapping[str, Tensor], problem: str, where: torch.device, domain: Domain | None
+) -> Run:
+    """Load weights into the method of a run; if they do not fit, a ConfigError begins with the problem."""
     try:
-        method.load_state_dict(state)
+        run.method.load_state_dict(state)
     except RuntimeError as error:
         faults = [f"  {line.strip()}" for line in str(error).splitlines()[1:]]
         more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []
         raise ConfigError([problem, *faults[:5], *more]) from None
+    run.method.to(where).eval()
+    if domain is not None:
+        run.domain = domain
+    return run

@@ -19,9 +19,8 @@ from emoe.domains.base import DataError
 from emoe.domains.text.data import Text
 from emoe.engine import checkpoint
 from emoe.engine.arithmetic import arithmetic
-from emoe.engine.callbacks import Callback, Deadline, EarlyStopping, FitInfo, ProgressBar
+from emoe.engine.callbacks import Callback, Deadline, EarlyStopping, FitInfo, ProgressBar, StopSignal
 from emoe.engine.metricslog import read_metrics
-from emoe.engine.signals import StopSignal
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.experiment import Experiment, customise
 from emoe.files import replace_file

@@ -20,8 +20,7 @@ import torch
 
 from emoe.console import Tick, meter
 from emoe.domains.base import Domain
-from emoe.engine.callbacks import Callback, Deadline
-from emoe.engine.signals import StopSignal
+from emoe.engine.callbacks import Callback, Deadline, StopSignal
 from emoe.evaluation.measure import described
 from emoe.experiment import Experiment
 from emoe.figures.base import save
