@@ -192,6 +192,8 @@ def load_run(
     saved = checkpoint.load_latest(path / "checkpoints", groups=checkpoint.WEIGHTS)
     if saved is None:
         raise ConfigError([f"run: {path} has no checkpoint yet; train it with: emoe train ... --resume"])
+    if domain is None and "space" not in saved.meta:  # a run of an earlier version
+        domain = experiment.domain.build(experiment.seed)
     space = TokenSpace(**saved.meta["space"]) if domain is None else domain.space
     if weights == "ema" and "ema" not in saved.tensors:
         raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
