@@ -11,7 +11,6 @@ import scipy.linalg
 import torch
 from scipy.spatial.distance import cdist
 
-from emoe.domains.images import metrics
 from emoe.domains.images.classifier import load_classifier
 from emoe.domains.images.data import Digits, DigitsConfig, Images
 from emoe.domains.images.metrics import fold_means, frechet_distance, jackknife, neighbour_measures, radii
@@ -103,10 +102,7 @@ def plain(samples: np.ndarray, real: np.ndarray, k: int = 5) -> list[float]:
 
 
 @pytest.mark.parametrize(("n", "m", "shift", "twins"), [(37, 29, 0.0, 0), (30, 30, 1.2, 4), (12, 45, 0.5, 0)])
-def test_neighbour_measures_equal_their_definitions(
-    n: int, m: int, shift: float, twins: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "CHUNK", 7)
+def test_neighbour_measures_equal_their_definitions(n: int, m: int, shift: float, twins: int) -> None:
     real, samples = normal(m, 3, 1), normal(n, 3, 2) + shift
     samples[:twins] = real[:twins]  # exact copies lie at distance 0
     samples[twins : 2 * twins] = samples[:twins]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from emoe.domains import metrics
 from emoe.domains.metrics import nearest_distance, overlap, pair_overlap, position_pairs, support_radius, validity
 
 
@@ -87,6 +88,16 @@ def test_pair_overlap_is_the_mean_over_pairs_and_equals_overlap_for_two_position
     plain = [overlap(a[:, [i, j]], b[:, [i, j]]).value for i, j in itertools.combinations(range(4), 2)]
     assert pair_overlap(a, b).value == pytest.approx(np.mean(plain))
     assert pair_overlap(a[:, :2], b[:, :2], seed=1).value == overlap(a[:, :2], b[:, :2], seed=1).value
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.long])
+def test_copied_rows_are_found_among_many(dtype, monkeypatch):
+    monkeypatch.setattr(metrics, "CHUNK", 64)
+    trained = torch.randint(0, 250, (1000, 12), generator=torch.Generator().manual_seed(0)).to(dtype)
+    samples = trained[[0, 63, 64, 999]].long()
+    other = samples + (torch.arange(12) == 5)
+    result = metrics.copied(torch.cat([samples, other[:1]]), trained)
+    assert (result.value, result.stderr, result.n) == pytest.approx((80, 100 * 0.4 / 5**0.5, 5))
 
 
 def test_position_pairs():

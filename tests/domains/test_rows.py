@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emoe.config import ConfigError
-from emoe.domains.base import DataError, ShuffledRows
+from emoe.domains.base import DataError, shuffled_batches
 from emoe.domains.rows import Rows, RowsConfig
 
 GOOD = np.arange(24).reshape(8, 3) % 5
@@ -193,7 +193,7 @@ def test_measures_tell_good_from_bad(tmp_path):
 
 @pytest.mark.parametrize("rows,batch", [(10, 4), (7, 7), (3, 8), (5, 12)])
 def test_every_row_comes_equally_often(rows, batch):
-    batches, steps = ShuffledRows(torch.arange(rows)[:, None], batch, seed=1), range(3 * rows)
+    batches, steps = shuffled_batches(torch.arange(rows)[:, None], batch, seed=1), range(3 * rows)
     drawn = torch.cat([batches(step) for step in steps]).flatten()  # 3 * batch whole shuffles
     assert torch.bincount(drawn, minlength=rows).tolist() == [3 * batch] * rows
     shuffles = drawn.reshape(-1, rows)
@@ -207,10 +207,10 @@ def test_every_row_comes_equally_often(rows, batch):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_slices_of_the_ranks_make_up_the_batch(rows, batch, world):
     table = torch.arange(rows)[:, None]
-    whole, other = ShuffledRows(table, batch, seed=2), ShuffledRows(table, batch, seed=3)
-    ranks = [ShuffledRows(table, batch, seed=2, rank=rank, world=world) for rank in range(world)]
+    whole, other = shuffled_batches(table, batch, seed=2), shuffled_batches(table, batch, seed=3)
+    ranks = [shuffled_batches(table, batch, seed=2, rank=rank, world=world) for rank in range(world)]
     for step in (0, 3, 9):
         assert torch.equal(torch.cat([part(step) for part in ranks]), whole(step))
         assert not torch.equal(other(step), whole(step))
     with pytest.raises(ValueError, match="13 rows cannot be split evenly over 2 ranks"):
-        ShuffledRows(table, 13, seed=0, world=2)
+        shuffled_batches(table, 13, seed=0, world=2)

@@ -7,8 +7,12 @@ import math
 import pytest
 import torch
 
-from emoe.domains.text import metrics
-from emoe.domains.text.metrics import KnownRows, distinct, measure_rows, pool_distinct, unigram_entropy
+from emoe.domains.text.metrics import distinct, measure_rows, pool_distinct, unigram_entropy
+from emoe.types import Measurement
+
+
+def measured(rows: list[list[int]], trained: list[list[int]] | None = None) -> dict[str, Measurement]:
+    return {item.metric: item for item in measure_rows(torch.tensor(rows), torch.tensor(trained or rows))}
 
 
 def test_entropy_is_that_of_the_counts():
@@ -34,15 +38,14 @@ def test_runs_are_counted_as_sets_of_tuples(size):
 
 def test_repetition_is_the_share_of_runs_that_came_before():
     row = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]  # 3 of its 7 runs of four
-    measures = {item.metric: item for item in measure_rows(torch.tensor([row, list(range(10))]))}
+    measures = measured([row, list(range(10))])
     assert measures["repetition"].value == pytest.approx((100 * 3 / 7 + 0) / 2)
     assert measures["repetition"].stderr == pytest.approx(100 * 3 / 7 / 2)  # of two values
 
 
 def test_pool_measures():
-    rows = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [4, 3, 2, 1]])
-    known = KnownRows(torch.tensor([[4, 3, 2, 1], [9, 9, 9, 9], [4, 3, 2, 1]]))
-    measures = {item.metric: item for item in measure_rows(rows, known)}
+    rows = [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [4, 3, 2, 1]]
+    measures = measured(rows, [[4, 3, 2, 1], [9, 9, 9, 9], [4, 3, 2, 1]])
     assert measures["duplicates"].value == pytest.approx(40)
     assert (measures["copied"].value, measures["copied"].stderr) == pytest.approx((20, 100 * 0.4 / 5**0.5))
     assert measures["pool_distinct_1"].value == pytest.approx(40)
@@ -51,23 +54,6 @@ def test_pool_measures():
 
 
 def test_rows_too_short_for_runs():
-    names = {item.metric for item in measure_rows(torch.tensor([[1, 2], [2, 1]]))}
-    assert names == {"entropy", "distinct_1", "distinct_2", "pool_distinct_1", "pool_distinct_2", "duplicates"}
-    one = measure_rows(torch.tensor([[1]]))
-    assert [item.stderr for item in one] == [None] * len(one)
-
-
-def test_known_rows_are_found_among_many(monkeypatch):
-    monkeypatch.setattr(metrics, "CHUNK", 64)
-    rows = torch.randint(0, 30_000, (1000, 12), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
-    known = KnownRows(rows)
-    wanted = rows[[0, 63, 64, 999]].long()
-    other = wanted.clone()
-    other[:, 5] += 1
-    assert known.holds(torch.cat([wanted, other])).tolist() == [True] * 4 + [False] * 4
-
-
-def test_equal_keys_are_not_taken_for_equal_rows(monkeypatch):
-    monkeypatch.setattr(KnownRows, "_keys", lambda self, rows: rows.numpy().astype("uint64").sum(1))
-    known = KnownRows(torch.tensor([[1, 2], [5, 5]]))
-    assert known.holds(torch.tensor([[2, 1], [1, 2], [0, 10], [5, 5]])).tolist() == [False, True, False, True]
+    names = {"entropy", "distinct_1", "distinct_2", "pool_distinct_1", "pool_distinct_2", "duplicates", "copied"}
+    assert measured([[1, 2], [2, 1]]).keys() == names
+    assert all(item.stderr is None for name, item in measured([[1]]).items() if name != "copied")

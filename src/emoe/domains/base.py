@@ -32,6 +32,8 @@ Rows = Int[Tensor, "n L"]
 Given = Int[Tensor, "m L"]
 Pools = Mapping[str, Int[Tensor, "_n L"]]  # name -> samples
 Completions = Int[Tensor, "m n L"]  # n of each of m rows
+Device = torch.device | str
+Batches = Callable[[int], Int[Tensor, "B L"]]
 
 
 class Domain(ABC):
@@ -67,11 +69,11 @@ class Domain(ABC):
         """Hash of the training rows; a run is resumed with equal rows only."""
         return hashlib.sha256(self.rows.contiguous().numpy().data).hexdigest()
 
-    def batches(
-        self, batch: int, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1
-    ) -> Callable[[int], Int[Tensor, "B L"]]:
+    def batches(self, batch: int, seed: int, *, device: Device = "cpu", rank: int = 0, world: int = 1) -> Batches:
         """The training batch of every step, as a function of the step."""
-        return ShuffledRows(self.rows, batch, seed, device=device, rank=rank, world=world, mapped=self.mapped)
+        dtype = torch.uint8 if self.rows.dtype == torch.uint8 else torch.long
+        rows = self.rows if self.mapped else self.rows.to(device=device, dtype=dtype)
+        return shuffled_batches(rows, batch, seed, device=device, rank=rank, world=world)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:
         """Pools side by side, real data first: histograms of rows of two tokens, else heat maps of the first rows."""
@@ -152,30 +154,25 @@ class SplitDomain(Domain):
         return self.test_rows[permutation(most, self.stream, "fresh", seed)[:n]].long()
 
 
-class ShuffledRows:
-    """Batches cut from an endless sequence of shuffles of the rows; a pure function of (seed, step).
+def shuffled_batches(
+    rows: Integer[Tensor, "N L"], batch: int, seed: int, *, device: Device = "cpu", rank: int = 0, world: int = 1
+) -> Batches:
+    """Batches cut from an endless sequence of shuffles of the rows, as a pure function of the step; always int64.
 
     Batch h of the whole job holds elements h * B .. (h + 1) * B - 1 of that sequence, of which ranks take equal slices.
-    Batches are int64; uint8 rows stay uint8 on the device.
     """
+    if batch % world:
+        raise ValueError(f"train.batch: {batch} rows cannot be split evenly over {world} ranks")
+    count, n = batch // world, len(rows)
 
-    def __init__(
-        self, rows: Integer[Tensor, "N L"], batch: int, seed: int, *, device: torch.device | str = "cpu",
-        rank: int = 0, world: int = 1, mapped: bool = False,
-    ):  # fmt: skip
-        if batch % world:
-            raise ValueError(f"train.batch: {batch} rows cannot be split evenly over {world} ranks")
-        dtype = torch.uint8 if rows.dtype == torch.uint8 else torch.long
-        self.rows, self.device = rows if mapped else rows.to(device=device, dtype=dtype), torch.device(device)
-        self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
-        self._order = functools.lru_cache(maxsize=2)(self._shuffle)
+    @functools.lru_cache(maxsize=2)
+    def shuffle(epoch: int) -> Int[Tensor, " N"]:
+        return permutation(n, seed, "data", epoch).to(rows.device)
 
-    def _shuffle(self, epoch: int) -> Int[Tensor, " N"]:
-        return permutation(len(self.rows), self.seed, "data", epoch).to(self.rows.device)
-
-    def __call__(self, step: int) -> Int[Tensor, "B L"]:
-        count, n = self.batch // self.world, len(self.rows)
-        start = step * self.batch + self.rank * count
+    def rows_of(step: int) -> Int[Tensor, "B L"]:
+        start = step * batch + rank * count
         epochs = range(start // n, -(-(start + count) // n))
-        parts = [self._order(epoch)[max(0, start - epoch * n) : start + count - epoch * n] for epoch in epochs]
-        return self.rows[torch.cat(parts)].long().to(self.device)
+        parts = [shuffle(epoch)[max(0, start - epoch * n) : start + count - epoch * n] for epoch in epochs]
+        return rows[torch.cat(parts)].long().to(device)
+
+    return rows_of

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from emoe.types import Measurement
@@ -18,6 +18,7 @@ VALIDITY_ROWS = 3_000  # n of Eq. 39 and the size of its set X
 OVERLAP_ROWS = 20_000  # rows on each side of an overlap
 MOST_PAIRS = 120  # all position pairs up to L = 16
 RESAMPLES = 20  # bootstrap draws behind the standard error of an overlap
+CHUNK = 1 << 16  # training rows that are read at a time
 
 Rows = Int[Tensor, "n L"]
 Other = Int[Tensor, "m L"]
@@ -79,6 +80,20 @@ def position_pairs(length: int, seed: int) -> list[tuple[int, int]]:
         first, second = sorted(draw.sample(range(length), 2))
         pairs.add((first, second))
     return sorted(pairs)
+
+
+def copied(samples: Integer[Tensor, "n L"], trained: Integer[Tensor, "m L"]) -> Measurement:
+    """Share of samples that equal a training row in every token, in percent."""
+    rows = row_bytes(samples)
+    wanted, known = set(rows), set[bytes]()
+    for part in trained.split(CHUNK):
+        known |= wanted.intersection(row_bytes(part))
+    return proportion("copied", torch.tensor([row in known for row in rows]))
+
+
+def row_bytes(rows: Integer[Tensor, "n L"]) -> list[bytes]:
+    """Each row as the bytes of its tokens."""
+    return [row.tobytes() for row in rows.cpu().numpy().astype(np.uint16)]
 
 
 def not_empty(samples: Rows) -> Rows:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains.base import Domain, DomainConfig, ShuffledRows, permutation
+from emoe.domains.base import Domain, DomainConfig, permutation, shuffled_batches
 from emoe.domains.metrics import OVERLAP_ROWS, overlap, pair_overlap, validity
 from emoe.domains.reading import read_symbols
 from emoe.rng import derive_seed
@@ -51,7 +51,7 @@ class Rows(Domain):
 
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n L"]:
         """`n` held-out rows in an order drawn by `seed`; where there are fewer, they repeat equally often."""
-        return ShuffledRows(self.held_out, n, derive_seed(self.seed, "rows", "fresh", seed))(0)
+        return shuffled_batches(self.held_out, n, derive_seed(self.seed, "rows", "fresh", seed))(0)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """Validity (Eq. 39), overlap of whole rows and overlap of position pairs with as many held-out rows.

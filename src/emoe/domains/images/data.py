@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DIGITS = Path(__file__).with_name("digits.npz")
 
 Pixels = UInt8[Tensor, "_N L"]
-Classes = Int[Tensor, " _N"]
+Classes = Int[Tensor, " _N"] | None
 
 
 class Images(SplitDomain):
@@ -46,22 +46,17 @@ class Images(SplitDomain):
     task: ClassVar[str] = "images"
     stream: ClassVar[str] = "images"
 
-    def __init__(
-        self, name: str, rows: Pixels, test_rows: Pixels, labels: Classes | None = None,
-        test_labels: Classes | None = None,
-    ):  # fmt: skip
+    def __init__(self, name: str, rows: Pixels, test_rows: Pixels, labels: Classes = None, test_labels: Classes = None):
         self.name, self.side, self.fresh_rows = name, side_of(rows.shape[1]), len(test_rows)
         self.rows, self.labels, self.test_rows, self.test_labels = rows, labels, test_rows, test_labels
         self.space = TokenSpace(size=3, mask_id=2, length=rows.shape[1])
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        """See `emoe.domains.images.metrics`."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         classifier = load_classifier(self.task, device) if self.task in SIDES else None
-        return measure_images(samples, self.test_rows, self.rows, seed, classifier=classifier, labels=self.test_labels)
+        return measure_images(samples, self.test_rows, self.rows, seed, classifier, self.test_labels)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:
-        """The first 64 (or 16) images of each pool, real data first; ink is black, masked pixels are grey."""
         return panels.mosaics({name: as_images(rows) for name, rows in pools.items()}, title=title)
 
 

@@ -35,25 +35,26 @@ from torch.nn.functional import one_hot
 
 from emoe.domains.base import permutation
 from emoe.domains.images.classifier import Classifier
-from emoe.domains.metrics import mean, proportion
+from emoe.domains.metrics import copied, mean, proportion, row_bytes
 from emoe.types import Measurement
 
 REAL_ROWS = 10_000  # real rows at most
 NEIGHBOUR_ROWS = 5_000  # rows on each side of precision, recall, density and coverage at most
 NEIGHBOURS = 5
 FOLDS = 10
-CHUNK = 500  # rows whose distances are in memory
 
+Pool = Integer[Tensor, "n _L"]
 Rows = Integer[Tensor, "n L"]
 Real = Integer[Tensor, "m L"]
+Trained = Integer[Tensor, "N L"]
+Labels = Int[Tensor, " m"]
 Points = Float[Tensor, "n F"]
 Others = Float[Tensor, "m F"]
 
 
 def measure_images(
-    samples: Integer[Tensor, "n _L"], real: Real, trained: Integer[Tensor, "N L"], seed: int, *,
-    classifier: Classifier | None = None, labels: Int[Tensor, " m"] | None = None,
-) -> list[Measurement]:  # fmt: skip
+    samples: Pool, real: Real, trained: Trained, seed: int, classifier: Classifier | None, labels: Labels | None
+) -> list[Measurement]:
     """All measures, those of features with a classifier; `seed` picks the rows that are compared, and the folds."""
     if len(samples) < 2:
         raise ValueError(f"{len(samples)} samples cannot be measured; draw at least 2")
@@ -63,8 +64,6 @@ def measure_images(
         raise ValueError("some samples still hold masks; finish sampling before measuring")
     if ((samples != 0) & (samples != 1)).any():
         raise ValueError("pixels must be 0 or 1")
-    if len(real) < 2:
-        raise ValueError(f"{len(real)} test rows are too few to compare with")
     samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
     some = real.cpu()[permutation(len(real), seed, "images", "real")[:REAL_ROWS]]
     measured = [] if classifier is None else of_features(classifier, samples, some, seed)
@@ -93,21 +92,16 @@ def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) ->
     ]
 
 
-def of_pixels(samples: Rows, real: Real, trained: Integer[Tensor, "N L"]) -> list[Measurement]:
+def of_pixels(samples: Rows, real: Real, trained: Trained) -> list[Measurement]:
     """The measures without a classifier."""
-    n, packed, known = len(samples), _packed(samples), set(_packed(trained))
-    target = real.sum(0).double() / len(real)
+    n, target = len(samples), real.sum(0).double() / len(real)
     distances = [100 * (part - target).abs().mean().item() for part in fold_means(samples)]
     return [
         mean("ink", 100 * samples.sum(1).double() / samples.shape[1]),
-        Measurement("distinct", 100 * len(set(packed)) / n, None, n),
-        proportion("copied", torch.tensor([row in known for row in packed])),
+        Measurement("distinct", 100 * len(set(row_bytes(samples))) / n, None, n),
+        copied(samples, trained),
         jackknife("pixel_tv", distances, n),
     ]
-
-
-def _packed(rows: Rows) -> list[bytes]:
-    return [row.tobytes() for row in np.packbits(rows.cpu().numpy().astype(np.uint8), axis=1)]
 
 
 def _folds(n: int) -> int:
@@ -170,29 +164,20 @@ def _distances(points: Points, others: Others) -> Float[Tensor, "n m"]:
 def radii(points: Points) -> Float[Tensor, " n"]:
     """Distance of every point to its 5th nearest neighbour, itself left out (to the last one if there are fewer)."""
     rank = 1 + min(NEIGHBOURS, len(points) - 1)  # the point itself has rank 1
-    return torch.cat([_distances(part, points).kthvalue(rank, dim=1).values for part in points.split(CHUNK)])
+    return _distances(points, points).kthvalue(rank, dim=1).values
 
 
 def neighbour_measures(samples: Points, real: Others) -> list[Measurement]:
-    """Precision, recall, density and coverage of points in a feature space, with k = 5, found on their device."""
+    """Precision, recall, density and coverage of points in a feature space, with k = 5, computed on their device."""
     samples, real, folds = samples.double(), real.double(), _folds(len(samples))
-    fold = torch.arange(len(samples), device=samples.device) % max(1, folds)
-    member, sample_radii = one_hot(fold).float(), radii(samples)
-    balls = torch.zeros(len(samples), dtype=torch.long, device=samples.device)  # real ones that each sample lies in
-    reached = []  # is each real row in the ball of some sample?
-    hits = []  # samples of each fold in the ball of each real row; counts far below 2^24 are exact in float32
-    for part, radius in zip(real.split(CHUNK), radii(real).split(CHUNK), strict=True):
-        distances = _distances(part, samples)
-        inside = distances <= radius[:, None]
-        balls += inside.sum(0)
-        reached.append((distances <= sample_radii).any(1))
-        hits.append(inside.float() @ member)
-    balls, counts = balls.cpu(), torch.cat(hits).cpu()
-    total = counts.sum(1)
-    covered = [100 * (total > part).double().mean().item() for part in (0 * total, *counts.T[:folds])]
+    distances = _distances(real, samples)
+    inside = distances <= radii(real)[:, None]  # real row x sample: does the ball of the row hold the sample?
+    balls, total = inside.sum(0).cpu(), inside.sum(1)
+    counts = [total, *(total - inside[:, fold::folds].sum(1) for fold in range(folds))]
+    covered = [100 * (count > 0).double().mean().item() for count in counts]
     return [
         proportion("precision", balls > 0),
-        proportion("recall", torch.cat(reached).cpu()),
+        proportion("recall", (distances <= radii(samples)).any(1).cpu()),
         mean("density", 100 * balls.double() / min(NEIGHBOURS, len(real) - 1)),
         jackknife("coverage", covered, len(samples)),
     ]

@@ -19,7 +19,7 @@ from emoe.config import option
 from emoe.domains import DataError
 from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
 from emoe.domains.text.given import read_texts
-from emoe.domains.text.metrics import KnownRows, measure_rows
+from emoe.domains.text.metrics import measure_rows
 from emoe.domains.text.parts import TOKEN
 from emoe.domains.text.prepare import MANIFEST, SCHEMA
 from emoe.domains.text.reading import SPLITS
@@ -101,11 +101,7 @@ class Text(SplitDomain):
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """See `emoe.domains.text.metrics`. Whether text is good is measured by `emoe.evaluation.gen_ppl`."""
-        return measure_rows(samples, self._trained)
-
-    @functools.cached_property
-    def _trained(self) -> KnownRows:
-        return KnownRows(self.rows)
+        return measure_rows(samples, self.rows)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:
         return panels.texts({name: self.decode(rows[: panels.MOST_TEXTS]) for name, rows in pools.items()}, title=title)

@@ -17,23 +17,19 @@ None has a best value: a pool with fewer repetitions than held-out rows is as wr
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Integer
-from numpy.typing import NDArray
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
-from emoe.domains.metrics import mean, proportion
-from emoe.rng import derive_seed
+from emoe.domains.metrics import copied, mean
 from emoe.types import Measurement
 
 RUNS = (1, 2, 3)  # tokens of the runs that are counted
 REPEATED = 4  # tokens of a repetition
-CHUNK = 1 << 16  # training rows that are read at a time
 
 
-def measure_rows(rows: Int[Tensor, "n L"], trained: KnownRows | None = None) -> list[Measurement]:
-    """All measures of a pool; runs longer than a row are left out, and `copied` without training rows."""
+def measure_rows(rows: Int[Tensor, "n L"], trained: Integer[Tensor, "N L"]) -> list[Measurement]:
+    """All measures of a pool; runs longer than a row are left out."""
     rows = rows.cpu()
     n, length = rows.shape
     runs = [size for size in RUNS if size <= length]
@@ -43,12 +39,12 @@ def measure_rows(rows: Int[Tensor, "n L"], trained: KnownRows | None = None) -> 
         measured.append(mean("repetition", 100 - distinct(rows, REPEATED)))
     measured += [Measurement(f"pool_distinct_{size}", pool_distinct(rows, size), None, n) for size in runs]
     measured.append(Measurement("duplicates", 100 * (1 - len(torch.unique(rows, dim=0)) / n), None, n))
-    return measured if trained is None else [*measured, proportion("copied", trained.holds(rows))]
+    return [*measured, copied(rows, trained)]
 
 
 def unigram_entropy(rows: Int[Tensor, "n L"]) -> Float[Tensor, " n"]:
     """Entropy in nats of the tokens of each row: the mean over its positions of log(L / count of the token there)."""
-    counts = torch.stack([(row[:, None] == row).sum(1) for row in rows]) if len(rows) else rows
+    counts = torch.stack([(row[:, None] == row).sum(1) for row in rows])
     return (rows.shape[1] / counts.double()).log().mean(1)
 
 
@@ -72,31 +68,3 @@ def _numbered(rows: Int[Tensor, "n L"], size: int) -> Int[Tensor, "n M"]:
         joined = numbers[:, :-1] * (int(tokens.max()) + 1) + tokens[:, shift:]
         numbers = torch.unique(joined, return_inverse=True)[1]
     return numbers
-
-
-class KnownRows:
-    """Rows that other rows are looked up in; 8 bytes of each are kept, the row is read again where those agree.
-
-    Row x has the key sum_l a_l x_l mod 2^64 with fixed odd numbers a_l.
-    """
-
-    def __init__(self, rows: Integer[Tensor, "N L"]):
-        self.rows = rows
-        draw = np.random.default_rng(derive_seed("known rows"))
-        self._factors = draw.integers(0, 1 << 63, rows.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-        keys = np.concatenate([self._keys(part) for part in rows.split(CHUNK)])
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
-
-    def _keys(self, rows: Integer[Tensor, "n L"]) -> NDArray[np.uint64]:
-        return rows.numpy().astype(np.uint64) @ self._factors
-
-    def holds(self, rows: Int[Tensor, "n L"]) -> Bool[Tensor, " n"]:
-        """Which of these rows are known."""
-        keys = self._keys(rows)
-        first, last = (np.searchsorted(self._sorted, keys, side) for side in ("left", "right"))
-        known = [
-            any(torch.equal(self.rows[int(i)].long(), row) for i in self._order[a:b])
-            for row, a, b in zip(rows, first, last, strict=True)
-        ]
-        return torch.tensor(known, dtype=torch.bool)
