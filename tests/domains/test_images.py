@@ -189,17 +189,17 @@ def left(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("content", [None, b"", b"<html>", b"x" * 200_000], ids=["none", "nothing", "a page", "long"])
 def test_a_download_of_something_else_leaves_nothing(tmp_path, mirror, small, content):
-    path = mirror / f"{files.ORIGINAL[0]}.gz"
+    name = f"{files.ORIGINAL[0]}.gz"
     if content is None:
         message = r"cannot be downloaded .*No such file.*put train-images-idx3-ubyte\.gz, .* by hand"
     else:
-        write(path, content)
+        write(mirror / name, content)
         message = r"not the published file \([\d,]+ bytes in place of [\d,]+\); .* by hand"
     with pytest.raises(DataError, match=message):
-        files.download_mnist(tmp_path / "data")
-    write(path, bytes(len(small[path.name])))
+        files.download(tmp_path / "data" / name)
+    write(mirror / name, bytes(len(small[name])))
     with pytest.raises(DataError, match="another sha256"):
-        files.download_mnist(tmp_path / "data")
+        files.download(tmp_path / "data" / name)
     assert left(tmp_path / "data") == []
 
 
@@ -216,10 +216,10 @@ def test_without_a_network_or_a_folder(tmp_path, monkeypatch, small):
     for line in (Line(b""), Line(b"x" * 10)):
         monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout, line=line: line)
         with pytest.raises(DataError, match=r"cannot be downloaded .*\(timed out\).*by hand"):
-            files.download_mnist(tmp_path)
+            files.download(files.missing(tmp_path)[0])
         assert left(tmp_path) == []
     with pytest.raises(DataError, match="cannot be made .*; choose another --data-root"):
-        files.download_mnist(write(tmp_path / "file", b""))
+        files.download(files.missing(write(tmp_path / "file", b""))[0])
 
 
 def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeypatch, capsys):
@@ -228,23 +228,22 @@ def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeyp
     for name, content in small.items():
         write(mirror / name, content)
 
-    def said(*words: str) -> tuple[str, str]:
-        capsys.readouterr()
+    def said(*words: str) -> str:
         assert main(["data", "mnist", *words]) == 0
-        return capsys.readouterr()
+        return capsys.readouterr().out
 
-    out, err = said()  # without a folder being named: ./data, where it is found
-    assert out.startswith("data/mnist: 4 files downloaded")
+    assert said().startswith(
+        "data/mnist: 4 files downloaded"
+    )  # without a folder being named: ./data, where it is found
     assert {path.name: path.read_bytes() for path in (tmp_path / "data" / "mnist").iterdir()} == small
-    assert [line.split()[0] for line in err.splitlines()] == list(small)
-    assert "data: all 4 files of MNIST are there and checked; nothing to download" in said()[0]
+    assert "data: all 4 files of MNIST are there and checked; nothing to download" in said()
     (tmp_path / "data" / "mnist" / f"{files.ORIGINAL[2]}.gz").write_bytes(b"damaged")
-    out, err = said("--quiet")
-    assert "1 files downloaded" in out and "all 4 checked" in out and not err
-    out, _ = said("--data-root", str(tmp_path / "my data"))
+    out = said("--quiet")
+    assert "1 files downloaded" in out and "all 4 checked" in out
+    out = said("--data-root", str(tmp_path / "my data"))
     assert f"--data-root '{tmp_path / 'my data'}'" in out and left(tmp_path / "my data") == sorted(small)
     monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
-    assert said()[0].startswith(str(tmp_path / "env"))
+    assert said().startswith(str(tmp_path / "env"))
 
 
 # --- figures

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from emoe.commands import args
 from emoe.config import ConfigError, hint
-from emoe.console import Progress, Tick, meter
+from emoe.console import Tick, meter
 
 
 def main(words: list[str]) -> int:
@@ -39,23 +39,15 @@ def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> in
     from emoe.domains.images import files
 
     folder, total = files.data_root(data_root) or files.LOCAL, len(files.ORIGINAL)
-    if files.is_complete(folder):
+    paths = files.missing(folder)
+    if not paths:
         print(f"{folder}: all {total} files of MNIST are there and checked; nothing to download")
         return 0
-    bars: dict[str, Progress] = {}
-    with ExitStack() as stack:
-
-        def show(name: str, size: int, whole: int) -> None:
-            if name not in bars:
-                stack.close()
-                bars[name] = stack.enter_context(Progress(whole // 1000, label=f"{name} (kB)", quiet=quiet))
-            bars[name].update(size // 1000)
-            if size >= whole:
-                bars[name].log(size // 1000)
-
-        files.download_mnist(folder, on_progress=show)
-    size = sum(bar.total for bar in bars.values()) / 1000
-    print(f"{folder / 'mnist'}: {len(bars)} files downloaded ({size:.1f} MB), all {total} checked")
+    size = sum(files.KNOWN[path.name][0] for path in paths)
+    with meter(size, "MNIST (bytes)", quiet=quiet) as tick:
+        for path in paths:
+            files.download(path, tick)
+    print(f"{folder / 'mnist'}: {len(paths)} files downloaded ({size / 1e6:.1f} MB), all {total} checked")
     if data_root:
         print(f"next: emoe train ... --data-root {shlex.quote(data_root)}, or export EMOE_DATA to name it once")
     return 0

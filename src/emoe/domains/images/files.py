@@ -22,6 +22,8 @@ TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
 AGAIN = "delete it and download it again: emoe data mnist"
 
+Progress = Callable[[int, str], None]  # called with the bytes of each block and the name of its file
+
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")  # images, labels
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 ORIGINAL = (*TRAIN, *TEST)
@@ -45,18 +47,18 @@ def data_root(explicit: str | None = None) -> Path | None:
 
 
 def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
-    """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or in the root itself."""
-    folders = [] if root is None else [root / "mnist", root]
-    paths = {name: [folder / (name + end) for folder in folders for end in (".gz", "")] for name in names}
-    whole = {name: [path for path in paths[name] if path.is_file()] for name in names}
-    missing = [f"{name}[.gz]" for name in names if not whole[name]]
-    if not missing:
-        return {name: whole[name][0] for name in names}
+    """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or else in the root itself."""
+    folders = [] if root is None else [root, root / "mnist"]
+    candidates = [(name, folder / (name + end)) for name in names for folder in folders for end in ("", ".gz")]
+    paths = {name: path for name, path in candidates if path.is_file()}
+    absent = [f"{name}[.gz]" for name in names if name not in paths]
+    if not absent:
+        return paths
     where = f"no data folder is named and ./{LOCAL} does not exist"
     if folders:
         where = "looked in " + ", ".join(map(str, folders))
     raise DataError(
-        f"missing {', '.join(missing)}: {where}; name the folder that holds them with "
+        f"missing {', '.join(absent)}: {where}; name the folder that holds them with "
         "--data-root, --domain.root or EMOE_DATA, or download them: emoe data mnist"
     )
 
@@ -65,13 +67,12 @@ def read_published(path: Path) -> bytes:
     """The content of a published file, unpacked, once its size and checksum are the known ones."""
     size, sha256 = KNOWN[path.name]
     try:
-        length = path.stat().st_size
-        if length != size:
-            raise DataError(f"{path}: has {length:,} bytes, but the published file has {size:,}; {AGAIN}")
         content = path.read_bytes()
     except OSError as error:
         remedy = "delete it and put a whole copy in its place"
         raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); {remedy}") from None
+    if len(content) != size:
+        raise DataError(f"{path}: has {len(content):,} bytes, but the published file has {size:,}; {AGAIN}")
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:
         raise DataError(f"{path}: sha256 is {digest}, but that of the published file is {sha256}; {AGAIN}")
@@ -90,40 +91,31 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-def is_complete(root: Path) -> bool:
-    """Whether all four original files lie below the data root and are the published ones."""
-    try:
-        return all(read_published(path) for path in find(root).values())
-    except DataError:
-        return False
-
-
-Progress = Callable[[str, int, int], None]  # called with a file's name, the bytes fetched so far and their final number
-
-
-def download_mnist(root: Path, *, on_progress: Progress = lambda *_: None) -> None:
-    """Download the four original files into `root`/mnist; files that are whole stay."""
-    folder = root / "mnist"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error}); choose another --data-root") from None
-    for path in (folder / f"{name}.gz" for name in ORIGINAL):
+def missing(root: Path) -> list[Path]:
+    """Paths in `root`/mnist of the files that must be downloaded: missing below the data root, or not as published."""
+    paths = []
+    for name in ORIGINAL:
         try:
-            read_published(path)
+            read_published(find(root, [name])[name])
         except DataError:
-            _download(path, on_progress)
+            paths.append(root / "mnist" / f"{name}.gz")
+    return paths
 
 
-def _download(path: Path, on_progress: Progress) -> None:
+def download(path: Path, on_progress: Progress = lambda *_: None) -> None:
+    """Download an original file to a path that ends in its name."""
     url, data, (size, sha256) = MIRROR + path.name, bytearray(), KNOWN[path.name]
     remedy = f"try again later, or put {', '.join(f'{name}.gz' for name in ORIGINAL)} into {path.parent} by hand"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{path.parent}: cannot be made ({error}); choose another --data-root") from None
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as source:
             # One block past the known size is enough to see that the content is another.
             while len(data) <= size and (block := source.read(BLOCK)):
                 data += block
-                on_progress(path.name, len(data), size)
+                on_progress(len(block), path.name)
         if hashlib.sha256(data).hexdigest() != sha256:
             what = "another sha256" if len(data) == size else f"{len(data):,} bytes in place of {size:,}"
             raise DataError(f"{url}: the download is not the published file ({what}); {remedy}")
