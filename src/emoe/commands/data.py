@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
@@ -105,17 +104,13 @@ def prepare(
         split=split, length=length, packing=packing, detokenise=detokenise, encoding_errors=encoding_errors, seed=seed,
         jobs=jobs,
     )  # fmt: skip
-    began, before, characters = time.monotonic(), 0, 0
     with ExitStack() as stack:
         tick: Tick | None = None
 
-        def show(size: int, total: int, read: int) -> None:
-            nonlocal tick, before, characters
-            tick = tick or stack.enter_context(meter(total // 1000, f"{out} (kB of files)", quiet=quiet))
-            characters += read
-            speed = f"{characters / 1e6 / max(time.monotonic() - began, 1e-9):.2f} MB/s of text"
-            tick((before + size) // 1000 - before // 1000, speed)
-            before += size
+        def show(size: int, total: int) -> None:
+            nonlocal tick
+            tick = tick or stack.enter_context(meter(total, f"{out} (bytes of files)", quiet=quiet))
+            tick(size, "")
 
         done = text.prepare(
             out, tokenizer, inputs, train=train, valid=valid, test=test, config=config,

@@ -59,7 +59,7 @@ def _read_text(text: str, vocabulary: Vocabulary, space: TokenSpace, wrap: bool)
     encode, special = encoder(vocabulary), vocabulary.special
     tokens, room, start = [special["cls"]] * wrap, list[int](), 0  # room: index of ___
     for mark in MARK.finditer(text):
-        tokens += encode([text[start : mark.start()]])[0]
+        tokens += next(encode([text[start : mark.start()]]))
         start = mark.end()
         if mark["rest"]:
             room.append(len(tokens))
@@ -69,7 +69,7 @@ def _read_text(text: str, vocabulary: Vocabulary, space: TokenSpace, wrap: bool)
             tokens.append(special[name.lower()])
         else:
             tokens += [special["mask"]] * int(mark["count"] or 1)
-    tokens += encode([text[start:]])[0]
+    tokens += next(encode([text[start:]]))
     if len(room) > 1:
         raise DataError("has more than one ___, which stands for all the room that is left; write {N} for N tokens")
     left = space.length - len(tokens)

@@ -1,7 +1,8 @@
 """Slices of text as parts: files of tokens that worker processes write and a stopped run uses again.
 
-A part has a SHA-256, a line with the counts of each split as JSON, and the tokens of one split after the other. Its
-name is a hash of everything that decides the tokens, the text itself included. Nothing here imports torch.
+A part has a SHA-256, a line with the numbers of tokens and documents of each split as JSON, and the tokens of one split
+after the other. Its name is a hash of everything that decides the tokens, the text itself included. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from numpy.typing import NDArray
 from emoe.domains import DataError
 from emoe.domains.text.detokenise import RULES
 from emoe.domains.text.reading import SPLITS, Slice, Split
-from emoe.domains.text.tokens import NEEDED, Encoder, Vocabulary, read_vocabulary
+from emoe.domains.text.tokens import Encoder, Vocabulary, read_vocabulary
 from emoe.files import replace_file
 
-BATCH = 512  # lines that the tokenizer gets at a time
 TOKEN = np.dtype("<u2")
 
 
@@ -44,15 +44,6 @@ class Settings(NamedTuple):
         return hashlib.sha256(json.dumps(settings).encode() + b"\n" + part.text).hexdigest()
 
 
-class Counts(NamedTuple):
-    """How much of a split a slice or a file holds."""
-
-    tokens: int = 0
-    lines: int = 0
-    documents: int = 0
-    unknown: int = 0
-
-
 @functools.lru_cache(maxsize=1)
 def _tools(settings: Settings) -> tuple[Vocabulary, Encoder]:
     vocabulary = read_vocabulary(Path(settings.tokenizer))
@@ -70,26 +61,20 @@ def write_part(part: Slice, path: Path, settings: Settings) -> None:
         split = _choose(document, part.split, settings)
         documents[split] += 1
         lines += [(split, RULES[part.style](line)) for line in document]
-    for start in range(0, len(lines), BATCH):
-        batch = lines[start : start + BATCH]
-        for (split, _), ids in zip(batch, encoder([line for _, line in batch]), strict=True):
-            if ids:
-                tokens[split].extend([*ids, vocabulary.special["cls"]])
-    counts, content = [], b""
-    for split in SPLITS:
-        stored = np.array(tokens[split], TOKEN)
-        found = {word: int(np.count_nonzero(stored == vocabulary.special[word])) for word in NEEDED}
-        if found["mask"]:
-            remedy = "use one that does not, such as vocab.txt"
-            raise DataError(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
-        counts.append(Counts(len(stored), found["cls"], documents[split], found["unk"]))
-        content += stored.tobytes()
-    content = json.dumps(counts).encode() + b"\n" + content
+    for (split, _), ids in zip(lines, encoder([line for _, line in lines]), strict=True):
+        if ids:
+            tokens[split].extend([*ids, vocabulary.special["cls"]])
+    if any(vocabulary.special["mask"] in stream for stream in tokens.values()):
+        remedy = "use one that does not, such as vocab.txt"
+        raise DataError(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
+    counts = [(len(tokens[split]), documents[split]) for split in SPLITS]
+    content = json.dumps(counts).encode() + b"\n"
+    content += b"".join(np.array(tokens[split], TOKEN).tobytes() for split in SPLITS)
     replace_file(path, hashlib.sha256(content).digest() + content)
 
 
-def read_part(path: Path) -> dict[Split, tuple[Counts, NDArray[np.uint16]]] | None:
-    """Sizes and tokens of a part; None if it is missing or damaged."""
+def read_part(path: Path) -> dict[Split, tuple[int, NDArray[np.uint16]]] | None:
+    """Number of documents and tokens of each split in a part; None if it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -97,9 +82,9 @@ def read_part(path: Path) -> dict[Split, tuple[Counts, NDArray[np.uint16]]] | No
     if hashlib.sha256(data[32:]).digest() != data[:32]:
         return None
     head, _, content = data[32:].partition(b"\n")
-    counts = [Counts(*numbers) for numbers in json.loads(head)]
-    tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum([one.tokens for one in counts])[:-1])
-    return dict(zip(SPLITS, zip(counts, tokens, strict=True), strict=True))
+    sizes, documents = zip(*json.loads(head), strict=True)
+    tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum(sizes)[:-1])
+    return dict(zip(SPLITS, zip(documents, tokens, strict=True), strict=True))
 
 
 def _decode(part: Slice, errors: str) -> str:

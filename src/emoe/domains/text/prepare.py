@@ -8,43 +8,40 @@ target. A run that was stopped uses its parts again. Once all are written, the t
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 import emoe
+from emoe import files as storage
 from emoe.config import Config, ConfigError, option, to_dict
 from emoe.domains import DataError
 from emoe.domains.text.detokenise import Detokenise
-from emoe.domains.text.parts import TOKEN, Counts, Settings, read_part, write_part
-from emoe.domains.text.reading import SPLITS, Note, Slice, Source, find_sources, sha256_of, slices
+from emoe.domains.text.parts import TOKEN, Settings, read_part, write_part
+from emoe.domains.text.reading import SPLITS, Note, Slice, Source, Split, find_sources, sha256_of, slices
 from emoe.domains.text.tokens import Vocabulary, load_library, read_vocabulary
-from emoe.files import StorageError, sync_folder
+from emoe.files import StorageError
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 Packing = Literal["chunks", "wrap"]
 Errors = Literal["strict", "replace"]
 AGAIN = "run the same command again, it goes on where it stopped"
-# Called after every slice: bytes of the files, the bytes of all files, bytes of the slice's text (0: kept).
-Progress = Callable[[int, int, int], None]
+Progress = Callable[[int, int], None]  # called after every slice: bytes of the files it took, bytes of all files
 Paths = Sequence[Path]
+Sources = Sequence[Source]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +78,17 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    out: Path, tokenizer: Path, inputs: Paths = (), *, train: Paths = (), valid: Paths = (), test: Paths = (),
-    config: PrepareConfig | None = None, on_progress: Progress = lambda *_: None, note: Note = lambda _: None,
-) -> Prepared:  # fmt: skip
+    out: Path,
+    tokenizer: Path,
+    inputs: Paths = (),
+    *,
+    train: Paths = (),
+    valid: Paths = (),
+    test: Paths = (),
+    config: PrepareConfig | None = None,
+    on_progress: Progress = lambda *_: None,
+    note: Note = lambda _: None,
+) -> Prepared:
     """Write a set of rows: `train.bin`, `valid.bin`, `test.bin`, the tokenizer's file and `manifest.json`.
 
     Faults are a `ConfigError` (of the arguments, or a missing library), a `DataError` (of files) or a `StorageError`.
@@ -100,30 +105,28 @@ def prepare(
         note: Gets lines about files that are left out.
     """
     config = config or PrepareConfig()
-    try:
-        load_library()
-        vocabulary = read_vocabulary(tokenizer)
-        sources = find_sources({None: inputs, "train": train, "valid": valid, "test": test}, config.detokenise, note)
-        _check_splits(sources, config)
-        folder = out.with_name(f".{out.name}.parts")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            done = _compare(out, sources, _head(vocabulary, config))
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder):
+    load_library()
+    vocabulary = read_vocabulary(tokenizer)
+    sources = find_sources({None: inputs, "train": train, "valid": valid, "test": test}, config.detokenise, note)
+    _check_splits(sources, config)
+    folder = out.with_name(f".{out.name}.parts")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        done = _compare(out, sources, _head(vocabulary, config))
+    else:
+        storage.prepare(out.parent)
+        try:
+            with storage.run_lock(folder):
                 kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
                 manifest = _assemble(out, vocabulary, sources, config)
-            done = Prepared(out, manifest, kept, sum(len(source.parts) for source in sources) - kept)
-        shutil.rmtree(folder, ignore_errors=True)
-        return done
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        problem = f"the disk is full ({error.strerror})"
-        raise StorageError(Path(error.filename or out), problem, f"free space and {AGAIN}") from None
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror or error})"
+            raise StorageError(Path(error.filename or folder), problem, f"free space and {AGAIN}") from None
+        done = Prepared(out, manifest, kept, sum(len(source.parts) for source in sources) - kept)
+    shutil.rmtree(folder, ignore_errors=True)
+    return done
 
 
-def _check_splits(sources: Sequence[Source], config: PrepareConfig) -> None:
+def _check_splits(sources: Sources, config: PrepareConfig) -> None:
     splits = {source.split for source in sources}
     if not sources:
         raise ConfigError(["inputs: none are given; name files or folders, or --train, --valid and --test"])
@@ -133,22 +136,10 @@ def _check_splits(sources: Sequence[Source], config: PrepareConfig) -> None:
         raise ConfigError(["split: nothing is held out; give --valid or --test, or shares: --split 0.005,0.005"])
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder of the parts until this process ends in any way."""
-    with (folder / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another run prepares this set; wait until it ends") from None
-        yield
-
-
 def _write_parts(
-    folder: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig, progress: Progress,
-    note: Note,
-) -> int:  # fmt: skip
-    """Write the parts of each file that are not there; returns how many were kept."""
+    folder: Path, vocabulary: Vocabulary, sources: Sources, config: PrepareConfig, on_progress: Progress, note: Note
+) -> int:
+    """Write the parts that are missing; returns how many there were already."""
     tokenizer = str(vocabulary.path.resolve())
     settings = Settings(tokenizer, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
     total, kept = sum(source.path.stat().st_size for source in sources), 0
@@ -161,7 +152,7 @@ def _write_parts(
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
                 future.result()
                 part = pending.pop(future)
-                progress(part.cost, total, len(part.text))
+                on_progress(part.cost, total)
 
     spawn = multiprocessing.get_context("spawn")
     pool = ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, spawn, _start_worker)
@@ -172,7 +163,7 @@ def _write_parts(
                 source.parts.append(path)
                 if read_part(path) is not None:
                     kept += 1
-                    progress(part.cost, total, 0)
+                    on_progress(part.cost, total)
                 else:
                     pending[pool.submit(write_part, part, path, settings)] = part
                     collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
@@ -212,7 +203,7 @@ def _head(vocabulary: Vocabulary, config: PrepareConfig) -> dict[str, Any]:
     return head | {name: to_dict(config)[name] for name in names}
 
 
-def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any]) -> Prepared:
+def _compare(out: Path, sources: Sources, head: dict[str, Any]) -> Prepared:
     """The set that is there already, if it is the one that was asked for."""
     try:
         manifest = json.loads((out / MANIFEST).read_bytes())
@@ -225,40 +216,52 @@ def _compare(out: Path, sources: Sequence[Source], head: dict[str, Any]) -> Prep
     return Prepared(out, manifest)
 
 
-def _assemble(out: Path, vocabulary: Vocabulary, sources: Sequence[Source], config: PrepareConfig) -> dict[str, Any]:
-    """Put the parts together in a folder beside the target, and give it the target's name."""
-    draft = out.with_name(f".{out.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, draft, ignore_errors=True)
-        opened = {split: stack.enter_context((draft / f"{split}.bin").open("wb")) for split in SPLITS}
-        files = {split: _Rows(file, vocabulary, config) for split, file in opened.items()}
-        inputs = []
-        for source in sources:
-            before = {split: rows.counts.tokens for split, rows in files.items()}
-            for path in source.parts:
-                part = read_part(path)
-                if part is None:
-                    raise DataError(f"{path}: is damaged; {AGAIN}")
-                for split, (counts, tokens) in part.items():
-                    files[split].add(counts, tokens)
-            starts = {split: start for split, start in before.items() if files[split].counts.tokens > start}
-            entry = {"path": str(source.path), "size": source.size, "sha256": source.sha256}
-            inputs.append(entry | {"detokenise": sorted(source.styles), "starts": starts})
-        splits = {split: {"file": f"{split}.bin"} | rows.finish() for split, rows in files.items() if any(rows.counts)}
-        for split in set(SPLITS) - set(splits):
-            (draft / f"{split}.bin").unlink()
+def _assemble(out: Path, vocabulary: Vocabulary, sources: Sources, config: PrepareConfig) -> dict[str, Any]:
+    """Put the parts together in a temporary folder, which becomes the target; returns the manifest."""
+    size = sum(path.stat().st_size for source in sources for path in source.parts)
+    with storage.new_folder(out, size) as draft:
+        entries = {split: _write_rows(draft, split, sources, vocabulary, config) for split in SPLITS}
+        splits = {split: entry for split, entry in entries.items() if entry}
         _check_rows(splits, config)
+        inputs = [
+            {"path": str(source.path), "size": source.size, "sha256": source.sha256, "starts": source.starts}
+            | {"detokenise": sorted(source.styles)}
+            for source in sources
+        ]
         shutil.copyfile(vocabulary.path, draft / vocabulary.path.name)
         versions = {"emoe": emoe.__version__, "tokenizers": str(load_library().__version__)}
         manifest = _head(vocabulary, config) | versions | {"splits": splits, "inputs": inputs}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        for path in (*draft.iterdir(), draft):
-            sync_folder(path)
-        os.replace(draft, out)
-        sync_folder(out.parent)
+        for path in draft.iterdir():
+            storage.sync_folder(path)
     return manifest
+
+
+def _write_rows(
+    folder: Path, split: Split, sources: Sources, vocabulary: Vocabulary, config: PrepareConfig
+) -> dict[str, Any]:
+    """Write the rows of a split and note where each source starts; returns an entry of the manifest, {} if empty."""
+    path, special, margin = folder / f"{split}.bin", vocabulary.special, int(config.packing == "wrap")
+    width, rest, counts = config.length - 2 * margin, np.zeros(0, TOKEN), Counter[str]()
+    with path.open("wb") as file:
+        for source, part in ((one, part) for one in sources for part in one.parts):
+            content = read_part(part)
+            if content is None:
+                raise DataError(f"{part}: is damaged; {AGAIN}")
+            documents, tokens = content[split]
+            if len(tokens):
+                source.starts.setdefault(split, counts["tokens"])
+            lines, unknown = (int(np.count_nonzero(tokens == special[word])) for word in ("cls", "unk"))
+            stream = np.concatenate([rest, tokens])
+            rows = stream[: len(stream) // width * width].reshape(-1, width)
+            rest = stream[rows.size :]
+            file.write(np.pad(rows, ((0, 0), (margin, margin)), constant_values=special["cls"]).astype(TOKEN).tobytes())
+            counts.update(rows=len(rows), tokens=len(tokens), lines=lines, documents=documents, unknown=unknown)
+    if not counts["tokens"]:
+        path.unlink()
+        return {}
+    share = {"dropped": len(rest), "unknown_share": counts["unknown"] / counts["tokens"]}
+    return {"file": path.name, "sha256": sha256_of(path), **counts, **share}
 
 
 def _check_rows(splits: Mapping[Any, dict[str, Any]], config: PrepareConfig) -> None:
@@ -272,31 +275,3 @@ def _check_rows(splits: Mapping[Any, dict[str, Any]], config: PrepareConfig) -> 
                 f"{name}: {split['tokens']:,} tokens do not fill one row of {config.length}; "
                 "give more text, a larger share with --split, or a smaller --length"
             )
-
-
-class _Rows:
-    """A file of rows that a stream of tokens fills."""
-
-    def __init__(self, file: IO[bytes], vocabulary: Vocabulary, config: PrepareConfig):
-        self.counts, self.rows, self._file = Counts(), 0, file
-        self._separator, self._margin = vocabulary.special["cls"], int(config.packing == "wrap")
-        self._width = config.length - 2 * self._margin
-        self._rest: NDArray[np.uint16] = np.zeros(0, TOKEN)
-        self._digest = hashlib.sha256()
-
-    def add(self, counts: Counts, tokens: NDArray[np.uint16]) -> None:
-        """Append the tokens of a part."""
-        self.counts = Counts(*map(sum, zip(self.counts, counts, strict=True)))
-        stream = np.concatenate([self._rest, tokens])
-        whole = len(stream) // self._width
-        rows, self._rest = stream[: whole * self._width].reshape(whole, self._width), stream[whole * self._width :]
-        data = np.pad(rows, ((0, 0), (self._margin,) * 2), constant_values=self._separator).astype(TOKEN).tobytes()
-        self._file.write(data)
-        self._digest.update(data)
-        self.rows += whole
-
-    def finish(self) -> dict[str, Any]:
-        """Close the file; the manifest's entry of it."""
-        self._file.close()
-        share = {"dropped": len(self._rest), "unknown_share": self.counts.unknown / self.counts.tokens}
-        return {"rows": self.rows, "sha256": self._digest.hexdigest(), **self.counts._asdict(), **share}

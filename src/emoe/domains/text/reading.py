@@ -48,6 +48,7 @@ class Source:
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
     parts: list[Path] = field(default_factory=list)  # see `parts`
+    starts: dict[Split, int] = field(default_factory=dict)  # split -> its tokens before those of this file
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from emoe.config import ConfigError
 from emoe.domains import DataError, check_file
 
 FILES = ("tokenizer.json", "vocab.txt")
+BATCH = 512  # lines that the library gets at a time
 LARGEST = 1 << 16  # symbols a uint16 can tell apart
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")  # written [PAD] and so on
 NEEDED = ("unk", "cls", "mask")
@@ -113,8 +115,10 @@ class Encoder:
             self._model.normalizer = library.normalizers.BertNormalizer(lowercase=vocabulary.lowercase)
             self._model.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
 
-    def __call__(self, lines: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._model.encode_batch_fast(lines, add_special_tokens=False)]
+    def __call__(self, lines: list[str]) -> Iterator[list[int]]:
+        for start in range(0, len(lines), BATCH):
+            batch = self._model.encode_batch_fast(lines[start : start + BATCH], add_special_tokens=False)
+            yield from (encoding.ids for encoding in batch)
 
 
 def load_library() -> Any:
