@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import lzma
-import multiprocessing
 import os
 import resource
 import signal
@@ -17,10 +16,8 @@ import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -272,35 +269,29 @@ def test_spacing_is_undone_as_the_field_does():
 
 
 RUN = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
 from emoe.domains.text.prepare import PrepareConfig, prepare
-folder, stop, jobs, slow = Path(sys.argv[1]), *map(int, sys.argv[2:])
+folder, stop, jobs = Path(sys.argv[1]), *map(int, sys.argv[2:])
 count = 0
 def progress(*_):
     global count
     count += 1
     if count == stop:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(slow)
 config = PrepareConfig(length=4, jobs=jobs, split=(0.2, 0.1), slice_bytes=600)
 prepare(folder / "set", folder / "vocab.txt", [folder / "x.txt"], config=config, on_progress=progress)
 """
 SHARED = {"split": (0.2, 0.1), "slice_bytes": 600}
 
 
-def start(folder: Path, stop: int, jobs: int, slow: bool = False, limit: int = -1) -> subprocess.Popen[str]:
-    """A process that prepares; it kills itself after `stop` slices, and no file may have more than `limit` bytes."""
+def run(folder: Path, stop: int, jobs: int, limit: int = -1) -> tuple[int, str]:
+    """Prepare in a process that kills itself after `stop` slices and can write `limit` bytes: exit code and errors."""
     environment = os.environ | {"PYTHONPATH": str(Path(emoe.__file__).parents[1])}
-    words = [sys.executable, "-c", RUN, str(folder), str(stop), str(jobs), str(int(slow))]
+    words = [sys.executable, "-c", RUN, str(folder), str(stop), str(jobs)]
     limited = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-    return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
-
-
-def run(*args: Any, **options: Any) -> tuple[int, str]:
-    """Exit code and errors."""
-    process = start(*args, **options)
-    return process.wait(timeout=120), process.communicate()[1]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, preexec_fn=limited, timeout=120)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -330,7 +321,7 @@ def test_parts_of_an_earlier_text_are_not_used(tmp_path, vocab):
         prepare(tmp_path / "set", vocab, [text], config=config(**SHARED), on_progress=stop)
     write(text, corpus().replace("a", "b", 5))
     again = prepare(tmp_path / "set", vocab, [text], config=config(**SHARED))
-    assert 0 < again.kept < 9  # only what is the same
+    assert 0 < again.kept < again.made  # only what is the same
     assert content(again.path) == content(prepare(tmp_path / "whole", vocab, [text], config=config(**SHARED)).path)
 
 
@@ -346,33 +337,6 @@ def test_a_full_disk_leaves_no_set_and_can_go_on(tmp_path, vocab, jobs):
     assert "StorageError" in errors and "set: cannot be written" in errors, errors
     assert {path.name for path in tmp_path.iterdir()} == {"vocab.txt", "x.txt", ".set.parts"}
     assert run(tmp_path, -1, 1)[0] == 0 and (tmp_path / "set" / "manifest.json").exists()
-
-
-def test_a_worker_that_dies_is_an_error_and_the_same_command_goes_on(tmp_path, vocab):
-    text = write(tmp_path / "x.txt", corpus())
-
-    def kill(*_: object) -> None:
-        for child in multiprocessing.active_children():
-            child.kill()
-
-    with pytest.raises(DataError, match="x.txt: a worker process died at line .* for lack of memory; run the same"):
-        prepare(tmp_path / "set", vocab, [text], config=config(jobs=2, **SHARED), on_progress=kill)
-    assert not (tmp_path / "set").exists()
-    again = prepare(tmp_path / "set", vocab, [text], config=config(jobs=2, **SHARED))
-    assert again.kept > 0
-    assert content(again.path) == content(prepare(tmp_path / "whole", vocab, [text], config=config(**SHARED)).path)
-
-
-def test_workers_end_when_the_run_is_killed(tmp_path, vocab):
-    write(tmp_path / "x.txt", corpus())
-    process = start(tmp_path, -1, 2, slow=True)
-    workers = list[psutil.Process]()
-    while len(workers) < 2:  # the timeout of the test ends a loop without workers
-        children = psutil.Process(process.pid).children()
-        workers = [child for child in children if "spawn_main" in str(child.as_dict(["cmdline"])["cmdline"])]
-    process.kill()
-    process.communicate()
-    assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
 def test_a_set_is_prepared_by_one_run_at_a_time_and_left_alone_when_it_is_there(tmp_path, vocab):

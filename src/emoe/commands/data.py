@@ -89,7 +89,7 @@ def prepare(
         detokenise: spacing to undo; auto: by the names of the files
         encoding_errors: bytes that are not UTF-8: an error, or replaced
         seed: seed of --split
-        jobs: processes; default: one for each core
+        jobs: slices that are encoded at once; default: one for each core, up to 16
 
     Examples:
         emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news

@@ -20,8 +20,7 @@ from emoe.domains import DataError
 from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import measure_rows
-from emoe.domains.text.parts import TOKEN
-from emoe.domains.text.prepare import MANIFEST, SCHEMA
+from emoe.domains.text.prepare import MANIFEST, SCHEMA, TOKEN
 from emoe.domains.text.reading import SPLITS
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.figures import panels

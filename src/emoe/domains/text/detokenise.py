@@ -34,7 +34,9 @@ def lm1b(line: str) -> str:
     for old, new in _ADDRESSES:
         line = line.replace(old, new)
     line = _APOSTROPHE.sub("'", line)
-    line = _LAST_STOP.sub(r"\1.", _FULL_STOP.sub(r"\1. ", line))
+    line = _FULL_STOP.sub(r"\1. ", line)
+    if line.endswith(" ."):
+        line = _LAST_STOP.sub(r"\1.", line)
     for sign in "?!":
         line = line.replace(f" {sign} ", f"{sign} ")
         if line.endswith(f" {sign}"):

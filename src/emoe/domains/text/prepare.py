@@ -1,41 +1,46 @@
 """Text to packed rows of tokens, in parallel, never with the corpus in memory, and never half a set.
 
-The text is read in slices of a few MB; worker processes turn them into parts (see `parts`) in a folder beside the
-target. A run that was stopped uses its parts again. Once all are written, the tokens of all lines, each followed by
-[CLS], are one stream for each split. It is cut into rows of L tokens (`chunks`), or of [CLS], L - 2 tokens and [CLS]
-(`wrap`); tokens that fill no row at the end are dropped. The target appears in one move. Nothing here imports torch.
+The text is read in slices of a few MB. Threads encode them (the library does so without Python's lock) and write each
+as a part, a file in a folder beside the target, which a stopped run uses again. Then the tokens of all lines, each
+followed by [CLS], are one stream for each split. It is cut into rows of L tokens (`chunks`), or of [CLS], L - 2 tokens
+and [CLS] (`wrap`); tokens that fill no row at the end are dropped. The target appears in one move. Nothing here imports
+torch.
+
+A part has a SHA-256, a line with the numbers of tokens and documents of each split as JSON, and the tokens of one split
+after the other. Its name is a hash of everything that decides the tokens, the text itself included.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 import emoe
 from emoe import files as storage
 from emoe.config import Config, ConfigError, option, to_dict
 from emoe.domains import DataError
-from emoe.domains.text.detokenise import Detokenise
-from emoe.domains.text.parts import TOKEN, Settings, read_part, write_part
+from emoe.domains.text.detokenise import RULES, Detokenise
 from emoe.domains.text.reading import SPLITS, Note, Slice, Source, Split, find_sources, sha256_of, slices
-from emoe.domains.text.tokens import Vocabulary, load_library, read_vocabulary
+from emoe.domains.text.tokens import Encoder, Vocabulary, load_library, read_vocabulary
 from emoe.files import StorageError
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+TOKEN = np.dtype("<u2")
+MOST_JOBS = 16  # more threads than this wait for Python's lock
 Packing = Literal["chunks", "wrap"]
 Errors = Literal["strict", "replace"]
 AGAIN = "run the same command again, it goes on where it stopped"
@@ -56,7 +61,9 @@ class PrepareConfig(Config):
     detokenise: Detokenise = option("auto", doc="undo the spacing of lm1b or wikitext; auto: by the names of the files")
     encoding_errors: Errors = option("strict", doc="bytes that are not UTF-8: an error, or replace them by a mark")
     seed: int = option(0, doc="seed of the split", low=0)
-    jobs: int | None = option(None, doc="processes; none = one for each core", low=1, high=256)
+    jobs: int | None = option(
+        None, doc="slices that are encoded at once; none = one for each core, up to 16", low=1, high=256
+    )
     slice_bytes: int = option(4 << 20, doc="bytes of text that are worked on at a time", low=16, high=1 << 28)
 
     def conflicts(self) -> Iterator[str]:
@@ -116,12 +123,12 @@ def prepare(
         storage.prepare(out.parent)
         try:
             with storage.run_lock(folder):
-                kept = _write_parts(folder, vocabulary, sources, config, on_progress, note)
+                made = _write_parts(folder, vocabulary, sources, config, on_progress, note)
                 manifest = _assemble(out, vocabulary, sources, config)
         except OSError as error:
             problem = f"cannot be written ({error.strerror or error})"
             raise StorageError(Path(error.filename or folder), problem, f"free space and {AGAIN}") from None
-        done = Prepared(out, manifest, kept, sum(len(source.parts) for source in sources) - kept)
+        done = Prepared(out, manifest, sum(len(source.parts) for source in sources) - made, made)
     shutil.rmtree(folder, ignore_errors=True)
     return done
 
@@ -139,58 +146,104 @@ def _check_splits(sources: Sources, config: PrepareConfig) -> None:
 def _write_parts(
     folder: Path, vocabulary: Vocabulary, sources: Sources, config: PrepareConfig, on_progress: Progress, note: Note
 ) -> int:
-    """Write the parts that are missing; returns how many there were already."""
-    tokenizer = str(vocabulary.path.resolve())
-    settings = Settings(tokenizer, vocabulary.sha256, config.encoding_errors, config.split, config.seed)
-    total, kept = sum(source.path.stat().st_size for source in sources), 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = config.jobs or min(cores, 1 + total // config.slice_bytes)
-    pending: dict[Future[None], Slice] = {}
+    """Write the parts that are missing; returns their number."""
+    encoder, total, made = Encoder(vocabulary), sum(source.path.stat().st_size for source in sources), 0
+    jobs = config.jobs or min(MOST_JOBS, os.cpu_count() or 1)
+    begun, pending = set[Path](), deque[tuple[int, Future[bool]]]()
 
     def collect(most: int) -> None:
+        nonlocal made
         while len(pending) > most:
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                future.result()
-                part = pending.pop(future)
-                on_progress(part.cost, total)
+            cost, future = pending.popleft()
+            made += future.result()
+            on_progress(cost, total)
 
-    spawn = multiprocessing.get_context("spawn")
-    pool = ThreadPoolExecutor(1) if jobs == 1 else ProcessPoolExecutor(jobs, spawn, _start_worker)
-    try:
+    with ThreadPoolExecutor(jobs) as pool:
         for source in sources:
             for part in slices(source, config.slice_bytes, note):
-                path = folder / settings.key(part)
+                path = folder / _name(part, vocabulary, config)
                 source.parts.append(path)
-                if read_part(path) is not None:
-                    kept += 1
-                    on_progress(part.cost, total)
-                else:
-                    pending[pool.submit(write_part, part, path, settings)] = part
-                    collect(jobs if jobs > 1 else 0)  # bounds the slices in memory
+                if path not in begun:  # equal slices have one part
+                    begun.add(path)
+                    pending.append((part.cost, pool.submit(_write_part, path, part, vocabulary, encoder, config)))
+                    collect(jobs)  # bounds the slices in memory
         collect(0)
-    except BrokenProcessPool:
-        lost = next(iter(pending.values()), part)  # the oldest one, or the one that no worker took
-        raise DataError(
-            f"{lost.name}: a worker process died at line {lost.line:,} or after it, perhaps for lack of memory; "
-            f"{AGAIN}, with fewer --jobs (a script of your own needs `if __name__ == '__main__':`)"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return kept
+    return made
 
 
-def _start_worker() -> None:
-    """Leave Ctrl-C to the parent process, and end with it even if it is killed."""
+def _name(part: Slice, vocabulary: Vocabulary, config: PrepareConfig) -> str:
+    shares, seed = (config.split, config.seed) if part.split == "train" and config.split else (None, 0)
+    settings = [vocabulary.sha256, config.encoding_errors, shares, seed, part.split, part.style, part.lone]
+    return hashlib.sha256(json.dumps(settings).encode() + b"\n" + part.text).hexdigest()
 
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _write_part(path: Path, part: Slice, vocabulary: Vocabulary, encoder: Encoder, config: PrepareConfig) -> bool:
+    """Encode a slice, each line followed by [CLS], and write its part; returns whether there was something to do."""
+    if _read_part(path) is not None:
+        return False
+    tokens, documents = {split: array("H") for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+    lines: list[tuple[Split, str]] = []
+    for document in _documents(_decode(part, config.encoding_errors), part.lone):
+        split = _choose(document, part.split, config)
+        documents[split] += 1
+        lines += [(split, RULES[part.style](line)) for line in document]
+    for (split, _), ids in zip(lines, encoder([line for _, line in lines]), strict=True):
+        if ids:
+            tokens[split].extend([*ids, vocabulary.special["cls"]])
+    if any(vocabulary.special["mask"] in stream for stream in tokens.values()):
+        remedy = "use one that does not, such as vocab.txt"
+        raise DataError(f"{part.name}: the tokenizer makes [MASK] out of a text; {remedy}")
+    content = json.dumps([(len(tokens[split]), documents[split]) for split in SPLITS]).encode() + b"\n"
+    content += b"".join(np.array(tokens[split], TOKEN).tobytes() for split in SPLITS)
+    storage.replace_file(path, hashlib.sha256(content).digest() + content)
+    return True
+
+
+def _read_part(path: Path) -> dict[Split, tuple[int, NDArray[np.uint16]]] | None:
+    """Number of documents and tokens of each split in a part; None if it is missing or damaged."""
+    data = path.read_bytes() if path.exists() else b""
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        return None
+    head, _, content = data[32:].partition(b"\n")
+    sizes, documents = zip(*json.loads(head), strict=True)
+    tokens = np.split(np.frombuffer(content, TOKEN), np.cumsum(sizes)[:-1])
+    return dict(zip(SPLITS, zip(documents, tokens, strict=True), strict=True))
+
+
+def _decode(part: Slice, errors: str) -> str:
+    text = part.text
+    if errors == "replace":
+        return text.decode("utf-8", errors="replace")
+    wrong, reason = text.find(b"\0"), "holds a zero byte, so it is no UTF-8 text (UTF-16?)"
+    try:
+        if wrong < 0:
+            return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong, reason = error.start, f"is not UTF-8 ({error.reason}: 0x{text[error.start]:02x})"
+    line = part.line + text.count(b"\n", 0, wrong)
+    raise DataError(
+        f"{part.name}: line {line:,}, byte {part.offset + wrong:,} {reason}; convert the file "
+        "(iconv -t utf-8), or let a mark stand in its place: --encoding-errors replace"
+    )
+
+
+def _documents(text: str, lone: bool) -> Iterator[list[str]]:
+    """Lists of lines without the blanks around them; empty lines are left out."""
+    for has_words, lines in itertools.groupby(map(str.strip, text.split("\n")), bool):
+        if has_words and lone:
+            yield from ([line] for line in lines)
+        elif has_words:
+            yield list(lines)
+
+
+def _choose(document: list[str], split: Split, config: PrepareConfig) -> Split:
+    """The split of a document: that of its file, or for training files one that a hash of the document decides."""
+    if split != "train" or config.split is None:
+        return split
+    text = "\n".join([str(config.seed), *document, ""]).encode("utf-8", errors="replace")
+    draw = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
+    valid, test = config.split
+    return "valid" if draw < valid else "test" if draw < valid + test else "train"
 
 
 def _head(vocabulary: Vocabulary, config: PrepareConfig) -> dict[str, Any]:
@@ -245,7 +298,7 @@ def _write_rows(
     width, rest, counts = config.length - 2 * margin, np.zeros(0, TOKEN), Counter[str]()
     with path.open("wb") as file:
         for source, part in ((one, part) for one in sources for part in one.parts):
-            content = read_part(part)
+            content = _read_part(part)
             if content is None:
                 raise DataError(f"{part}: is damaged; {AGAIN}")
             documents, tokens = content[split]
