@@ -6,7 +6,6 @@ Faults in a file are a `DataError`, faults in typed text a `ConfigError`.
 from __future__ import annotations
 
 import csv
-import itertools
 import re
 import zipfile
 import zlib
@@ -152,11 +151,11 @@ def _check_symbols(table: Table) -> None:
     if len(used) > MOST_SYMBOLS:
         remedy = "merge rare values or cut the range into fewer bins"
         raise DataError(f"has {len(used):,} different values, at most {MOST_SYMBOLS:,} are allowed; {remedy}")
-    if count := int(used[-1]) + 1 - len(used):
-        gaps = (range(int(a) + 1, int(b)) for a, b in itertools.pairwise([-1, *used.tolist()]))
-        first = ", ".join(map(str, itertools.islice(itertools.chain.from_iterable(gaps), 5)))
+    top = int(used[-1])
+    if count := top + 1 - len(used):
+        unused = np.setdiff1d(np.arange(min(top, len(used) + 5)), used)[:5]
         more = f" and {count - 5:,} more" if count > 5 else ""
-        raise DataError(f"symbols go up to {int(used[-1])}, but {first}{more} never occur; {RENUMBER}")
+        raise DataError(f"symbols go up to {top}, but {', '.join(map(str, unused))}{more} never occur; {RENUMBER}")
 
 
 def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
@@ -181,7 +180,7 @@ def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
 
 def _tokens(table: Table, space: TokenSpace) -> Int[Tensor, "m L"]:
     x = table.values
-    if not x.size:
+    if x.size == 0:
         raise DataError("holds no rows; write tokens, and ? where one is wanted")
     if x.dtype.kind not in "biuf":
         raise DataError(f"holds values of type {x.dtype}; save whole numbers, -1 where a token is wanted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -50,12 +49,11 @@ class TextConfig(DomainConfig, kind="text"):
         """Texts with holes (see `emoe.domains.text.given`), as they are or in a .txt file; or tokens in .npy, .csv."""
         if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
             return super().read_given(source, space, ink=ink)
-        manifest = read_manifest(Path(self.path))
-        vocabulary = vocabulary_of(Path(self.path), manifest)
-        return read_texts(source, vocabulary, space, wrap=manifest.get("packing") == "wrap")
+        folder = Path(self.path)
+        return read_texts(source, read_words(folder), space, wrap=read_manifest(folder).get("packing") == "wrap")
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
-        vocabulary = vocabulary_of(Path(self.path), read_manifest(Path(self.path)))
+        vocabulary = read_words(Path(self.path))
         return [vocabulary.decode(row) for row in rows.tolist()]
 
 
@@ -89,14 +87,9 @@ class Text(SplitDomain):
         if config.verify:
             self.sha256 = splits["train"]["sha256"]  # the file was hashed when it was opened
 
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        """The words of the set's tokenizer."""
-        return vocabulary_of(self._folder, self.manifest)
-
     def decode(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         """Rows as text, special tokens by their names."""
-        return [self.vocabulary.decode(row) for row in rows.tolist()]
+        return TextConfig(path=str(self._folder)).write(rows)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
         """See `emoe.domains.text.metrics`. Whether text is good is measured by `emoe.evaluation.gen_ppl`."""
@@ -130,9 +123,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def vocabulary_of(folder: Path, manifest: Mapping[str, Any]) -> Vocabulary:
+def read_words(folder: Path) -> Vocabulary:
     """The words of the tokenizer that a set was made with."""
-    wanted = manifest["tokenizer"]
+    wanted = read_manifest(folder)["tokenizer"]
     vocabulary = read_vocabulary(folder / wanted["file"])
     if vocabulary.sha256 != wanted["sha256"]:
         raise DataError(f"{vocabulary.path}: is not the tokenizer the set was made with; {AGAIN}")

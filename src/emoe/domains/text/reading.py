@@ -13,6 +13,7 @@ import lzma
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -127,18 +128,16 @@ def _in_folder(folder: Path, given: Split | None, style: Style | None, note: Not
 
 
 def _check_apart(sources: Sequence[Source]) -> None:
-    """No file twice: neither by its path nor, between two splits, by its content."""
+    """Raise if a file is given twice, or if files of two splits have the same content."""
+    sizes = Counter(source.path.stat().st_size for source in sources)
     by_path: dict[Path, Source] = {}
-    by_size: dict[int, list[Source]] = {}
+    by_content: dict[str, Source] = {}
     for source in sources:
         if (other := by_path.setdefault(source.path.resolve(), source)) is not source:
             where = "twice" if other.split == source.split else f"in {other.split} and in {source.split}"
             raise DataError(f"{source.path}: is given {where}; name it once")
-        by_size.setdefault(source.path.stat().st_size, []).append(source)
-    for group in by_size.values():
-        sums: dict[str, Source] = {}
-        for source in group if len({source.split for source in group}) > 1 else ():
-            other = sums.setdefault(sha256_of(source.path), source)
+        if sizes[source.path.stat().st_size] > 1:
+            other = by_content.setdefault(sha256_of(source.path), source)
             if other.split != source.split:
                 problem = f"one is in {source.split} and the other in {other.split}"
                 raise DataError(f"{source.path}: has the same content as {other.path}, but {problem}; keep them apart")

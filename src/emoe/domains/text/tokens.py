@@ -61,24 +61,26 @@ def read_vocabulary(path: Path) -> Vocabulary:
         words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); give a whole copy") from None
-    special = {name: words.index(tag) for name in SPECIAL if (tag := f"[{name.upper()}]") in words}
+    if min(words, default=0) < 0 or max(words, default=0) >= LARGEST:
+        problem = f"numbers words from {min(words):,} to {max(words):,}"
+        raise DataError(f"{path}: {problem}; tokens are stored in 16 bits, so 0..{LARGEST - 1:,} are allowed")
+    listed = tuple(words.get(number, f"[no word {number}]") for number in range(max(words, default=-1) + 1))
+    special = {name: listed.index(tag) for name in SPECIAL if (tag := f"[{name.upper()}]") in listed}
     if missing := [f"[{name.upper()}]" for name in NEEDED if name not in special]:
         raise DataError(f"{path}: has no {', '.join(missing)}; give the vocabulary of a BERT tokenizer")
-    if len(words) > LARGEST:
-        raise DataError(f"{path}: has {len(words):,} words, but tokens are stored in 16 bits; at most {LARGEST:,} fit")
-    return Vocabulary(path, hashlib.sha256(content).hexdigest(), tuple(words), special)
+    return Vocabulary(path, hashlib.sha256(content).hexdigest(), listed, special)
 
 
-def _from_lines(path: Path, content: bytes) -> list[str]:
-    lines: dict[str, int] = {}
-    for number, word in enumerate(content.decode("utf-8").removesuffix("\n").split("\n"), 1):
-        word = word.rstrip("\r")
-        if lines.setdefault(word, number) != number:
-            raise DataError(f"{path}: line {number} repeats {word!r}; a vocabulary has one word a line, each once")
-    return list(lines)
+def _from_lines(path: Path, content: bytes) -> dict[int, str]:
+    numbers: dict[str, int] = {}
+    for number, line in enumerate(content.decode("utf-8").removesuffix("\n").split("\n")):
+        word = line.rstrip("\r")
+        if numbers.setdefault(word, number) != number:
+            raise DataError(f"{path}: line {number + 1} repeats {word!r}; a vocabulary has one word a line, each once")
+    return dict(enumerate(numbers))
 
 
-def _from_json(path: Path, content: bytes) -> list[str]:
+def _from_json(path: Path, content: bytes) -> dict[int, str]:
     try:
         data = json.loads(content)
         model = data["model"]
@@ -89,9 +91,7 @@ def _from_json(path: Path, content: bytes) -> list[str]:
         raise DataError(f"{path}: is no tokenizer.json ({type(error).__name__}: {error}); give a whole copy") from None
     if kind != "WordPiece":
         raise DataError(f"{path}: holds a {kind} model; only WordPiece is known")
-    if min(words, default=0) < 0 or max(words, default=0) >= LARGEST:
-        raise DataError(f"{path}: numbers its words outside 0..{LARGEST - 1:,}; tokens are stored in 16 bits")
-    return [words.get(number, f"[no word {number}]") for number in range(max(words, default=-1) + 1)]
+    return words
 
 
 class Encoder:
