@@ -20,8 +20,9 @@ from torch import Tensor
 from emoe.domains.base import Domain
 from emoe.domains.images import DigitsConfig, MNISTConfig, files
 from emoe.domains.rows import RowsConfig
+from emoe.domains.text import PrepareConfig
 from emoe.domains.text.data import TextConfig
-from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.domains.text.prepare import prepare
 from emoe.domains.ties import TiesConfig
 from emoe.domains.toy import Density, ToyConfig
 

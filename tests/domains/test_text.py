@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from emoe.domains.base import DataError
+from emoe.domains.text import PrepareConfig
 from emoe.domains.text.data import Text, TextConfig
-from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.domains.text.prepare import prepare
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.types import TokenSpace
 

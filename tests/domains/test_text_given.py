@@ -9,8 +9,9 @@ import pytest
 
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
+from emoe.domains.text import PrepareConfig
 from emoe.domains.text.data import TextConfig
-from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.domains.text.prepare import prepare
 from emoe.types import TokenSpace
 
 pytest.importorskip("tokenizers")

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 import emoe
 from emoe.cli import main
 from emoe.domains.base import DataError
-from emoe.domains.text import detokenise
-from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.domains.text import PrepareConfig, detokenise
+from emoe.domains.text.prepare import prepare
 from emoe.domains.text.reading import Source, find_sources, is_text, slices, split_of
 from emoe.domains.text.tokens import Encoder, read_vocabulary
 from emoe.files import RunBusy, run_lock
@@ -271,7 +271,8 @@ def test_spacing_is_undone_as_the_field_does():
 RUN = """
 import os, signal, sys
 from pathlib import Path
-from emoe.domains.text.prepare import PrepareConfig, prepare
+from emoe.domains.text import PrepareConfig
+from emoe.domains.text.prepare import prepare
 folder, stop, jobs = Path(sys.argv[1]), *map(int, sys.argv[2:])
 count = 0
 def progress(*_):

@@ -6,11 +6,12 @@ A command is a function, or a frozen dataclass of options, whose signature and d
 - `bool` is a flag; other types and ranges are those of `emoe.commands.values`. A positional tuple takes several words,
   an option `1,2,4`; annotated with `SEVERAL` or `REPEATED` it takes several words or is given several times. An
   annotation `"--old"` is another name of an option, which help does not show.
+- A parameter that is a dataclass stands for its fields, each an option.
 - `settings` receives fields of a recipe (`--train.steps 50`), `command` the command line as it was typed.
 - `Args` in the docstring are the help, `name (METAVAR): text`, beside those in `COMMON`; `Examples` end it.
 
-In a dataclass the metadata of a field stand for this: `help`, `metavar`, `low`, `high`, `positional`, `repeat`, and
-`hidden` for one that is no option. An empty text as its default means that it is required.
+In a dataclass the metadata of a field stand for this: `help` or `doc`, `metavar`, `low`, `high`, `positional`,
+`repeat`, and `hidden` for one that is no option. An empty text as its default means that it is required.
 """
 
 from __future__ import annotations
@@ -45,19 +46,13 @@ COMMON = {
 class Parser(argparse.ArgumentParser):
     """argparse whose help ends with examples as they are typed, and whose errors are one line."""
 
-    examples: Sequence[str] = ()
+    examples = ""
 
     def format_help(self) -> str:
-        return super().format_help() + "".join(f"{line}\n" for line in self.examples)
+        return super().format_help() + self.examples
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-    def refuse(self, unknown: str, fields: Sequence[str]) -> NoReturn:
-        """Exit because of an unknown argument; `fields` are settings that it may have meant."""
-        name = unknown.partition("=")[0]
-        flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-        self.error(f"unknown argument {name!r}{field_hint(name[2:], [*flags, *fields]) if name[:2] == '--' else ''}")
 
 
 class Command:
@@ -67,39 +62,47 @@ class Command:
     """
 
     def __init__(self, name: str, target: Callable[..., Any], doc: str | None = None):
-        description, helps, examples = read_docstring(inspect.cleandoc(doc or target.__doc__ or ""))
-        self.name, self.target, self.parser = name, target, Parser(name, description=description, allow_abbrev=False)
+        self.name, self.target = name, target
+        description, self._help, examples = read_docstring(inspect.cleandoc(doc or target.__doc__ or ""))
+        self.parser = Parser(name, description=description, allow_abbrev=False)
         self.parser.examples = examples
-        parameters = inspect.signature(target).parameters
-        self.injected = [key for key in INJECTED if key in parameters]
-        self.annotations = {k: v for k, v in get_type_hints(target, include_extras=True).items() if k in parameters}
-        options = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
-        fields: dict[str, Mapping[str, Any]] = {option.name: option.metadata for option in options}
-        self.valued: set[str] = set()  # options whose next word is their value, whatever it looks like
-        for key, parameter in parameters.items():
-            if key not in self.injected and not fields.get(key, {}).get("hidden"):
-                self._add(parameter, *helps.get(key, ("", "")), fields.get(key))
+        self.annotations: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}  # parameters that are dataclasses
+        self._injected: list[str] = []
+        self._add_all(target)
 
-    def _add(self, parameter: inspect.Parameter, metavar: str, text: str, field: Mapping[str, Any] | None) -> None:
-        """Add a parameter to the parser; an argument that is not given is None."""
-        name, required = parameter.name, parameter.default is parameter.empty
-        positional = parameter.kind is not parameter.KEYWORD_ONLY
-        if field is not None:
-            metavar, text, positional = field.get("metavar", ""), field.get("help", ""), bool(field.get("positional"))
-            required = required or parameter.default == ""
-            ends = {end: field[end] for end in ("low", "high") if field.get(end) is not None}
-            limits = (Range(**ends), *[REPEATED] * bool(field.get("repeat")))
-            self.annotations[name] = Annotated[self.annotations[name], *limits]
-        kind, extras = unwrap(self.annotations[name])
-        shown = "" if required else as_text(parameter.default)
+    def _add_all(self, target: Any) -> None:
+        """Add the parameters of a function or dataclass to the parser."""
+        hints, fields = get_type_hints(target, include_extras=True), getattr(target, "__dataclass_fields__", {})
+        for name, parameter in inspect.signature(target).parameters.items():
+            metavar, text = self._help.get(name, ("", ""))
+            about = {"help": text, "metavar": metavar, "positional": parameter.kind is not parameter.KEYWORD_ONLY}
+            about = fields[name].metadata if name in fields else about
+            if name in INJECTED:
+                self._injected.append(name)
+            elif dataclasses.is_dataclass(hints[name]):
+                self._groups[name] = hints[name]
+                self._add_all(hints[name])
+            elif not about.get("hidden"):
+                self._add(name, hints[name], parameter.default, about)
+
+    def _add(self, name: str, annotation: Any, default: Any, about: Mapping[str, Any]) -> None:
+        """Add an argument; one that is not given is None."""
+        kind, extras = unwrap(annotation)
+        limits = {end: about[end] for end in ("low", "high") if about.get(end) is not None}
+        self.annotations[name] = Annotated[annotation, Range(**limits)] if limits else annotation
+        positional, required = about.get("positional", False), default in (inspect.Parameter.empty, "")
+        text, shown = about.get("help") or about.get("doc", ""), "" if required else as_text(default)
         if "default" not in text and shown not in ("none", "false", ""):
             text += f" (default {shlex.quote(shown)})"
         options: dict[str, Any] = {"help": text.replace("%", "%%")}
         if kind is bool:
             options |= {"action": "store_true", "default": None}
+        elif get_origin(kind) is Literal:
+            options["metavar"] = f"{{{','.join(get_args(kind))}}}"
         else:
-            options["metavar"] = f"{{{','.join(get_args(kind))}}}" if get_origin(kind) is Literal else metavar or None
-        if REPEATED in extras:
+            options["metavar"] = about.get("metavar") or None
+        if REPEATED in extras or about.get("repeat"):
             options["action"] = "append"
         elif SEVERAL in extras or (positional and get_origin(kind) is tuple):
             options |= {"action": "extend", "nargs": "+" if required or not positional else "*"}
@@ -108,8 +111,7 @@ class Command:
         if positional:
             self.parser.add_argument(name, **options)
             return
-        action = self.parser.add_argument(f"--{_label(name)}", required=required, **options)
-        self.valued |= set() if kind is bool else {*action.option_strings}
+        self.parser.add_argument(f"--{_label(name)}", required=required, **options)
         for alias in (extra for extra in extras if str(extra).startswith("--")):
             self.parser.add_argument(alias, dest=name, **options | {"help": argparse.SUPPRESS})
 
@@ -120,22 +122,33 @@ class Command:
         """The arguments that are given, by parameter; an unknown or missing one, or --help, exits."""
         # With a recipe there are also settings without a dot, such as `--seed`, unless they are options.
         fields = [name for name in FIELDS if name not in self.annotations] if "recipe" in self.annotations else []
+        valued = [flag for flag, action in self.parser._option_string_actions.items() if action.nargs != 0]
         values: dict[str, Any] = {}
-        if "command" in self.injected:
+        if "command" in self._injected:
             values["command"] = shlex.join([*self.name.split(), *words])
-        if "settings" in self.injected:
-            words, values["settings"] = split_settings(words, fields, valued=self.valued)
+        if "settings" in self._injected:
+            words, values["settings"] = split_settings(words, fields, valued=valued)
         args, unknown = self.parser.parse_known_args(words)
         if unknown:
-            from emoe.recipes import get_recipe
-
-            known = [path.replace("_", "-") for path, *_ in paths(get_recipe(args.recipe))] if fields else ()
-            self.parser.refuse(unknown[0], known)
+            self._refuse(unknown[0].partition("=")[0], args.recipe if fields else None)
         for name, annotation in self.annotations.items():
             given = getattr(args, name.rstrip("_"), None)
             if given is not None:
                 values[name] = given if given is True else read(_label(name), annotation, given)
+        for name, group in self._groups.items():
+            values[name] = group(**{key: values.pop(key) for key in group.__dataclass_fields__ if key in values})
         return values
+
+    def _refuse(self, name: str, recipe: str | None) -> NoReturn:
+        """Exit because of an unknown argument, which may have meant an option or a field of the recipe."""
+        if not name.startswith("--"):
+            self.parser.error(f"unknown argument {name!r}")
+        known = [flag[2:] for flag in self.parser._option_string_actions if flag.startswith("--")]
+        if recipe is not None:
+            from emoe.recipes import get_recipe
+
+            known += [path.replace("_", "-") for path, *_ in paths(get_recipe(recipe))]
+        self.parser.error(f"unknown argument {name!r}{field_hint(name[2:], known)}")
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Command]:
@@ -148,15 +161,15 @@ def _label(name: str) -> str:
     return name.rstrip("_").replace("_", "-")
 
 
-def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], list[str]]:
-    """Description, metavar and help by parameter, and examples of a docstring in Google style."""
-    description, *parts = re.split(r"^(Args|Examples|Raises|Returns|Attributes):\n", text, flags=re.MULTILINE)
+def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], str]:
+    """Description, (metavar, help) by parameter, and examples of a docstring in Google style."""
+    description, *parts = re.split(r"^(Args|Examples):\n", text, flags=re.MULTILINE)
     sections = dict(zip(parts[::2], map(dedent, parts[1::2]), strict=True))
     entries = re.findall(r"^(\w+)(?: \((.*?)\))?: (.*(?:\n +.*)*)", sections.get("Args", ""), flags=re.MULTILINE)
     helps = {name: ("", text) for name, text in COMMON.items()}
     helps |= {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
-    examples = [f"  {line}".rstrip() for line in sections.get("Examples", "").rstrip().splitlines()]
-    return " ".join(description.split()), helps, ["", "examples:", *examples] if examples else []
+    examples = "".join(f"  {line}\n" for line in sections.get("Examples", "").rstrip().splitlines())
+    return " ".join(description.split()), helps, f"\nexamples:\n{examples}" if examples else ""
 
 
 def split_settings(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from emoe.commands import args
 from emoe.config import ConfigError, hint
 from emoe.console import Tick, meter
+from emoe.domains.text import PrepareConfig
 
 
 def main(words: list[str]) -> int:
@@ -61,13 +63,7 @@ def prepare(
     test: Annotated[tuple[Path, ...], args.SEVERAL] = (),
     out: Path,
     tokenizer: Path,
-    split: tuple[float, ...] | None = None,
-    length: int = 128,
-    packing: Literal["chunks", "wrap"] = "chunks",
-    detokenise: Literal["auto", "lm1b", "wikitext", "none"] = "auto",
-    encoding_errors: Literal["strict", "replace"] = "strict",
-    seed: int = 0,
-    jobs: int | None = None,
+    config: PrepareConfig,
     quiet: bool = False,
 ) -> int:
     """Turn text into packed rows of tokens.
@@ -83,13 +79,6 @@ def prepare(
         test (FILE): files and folders to test with
         out: the folder to write
         tokenizer: BERT's vocab.txt or tokenizer.json, or its folder
-        split (V,T): shares of training documents for valid and test: 0.005,0.005
-        length: tokens of a row
-        packing: chunks: plain rows; wrap: rows with [CLS] at both ends
-        detokenise: spacing to undo; auto: by the names of the files
-        encoding_errors: bytes that are not UTF-8: an error, or replaced
-        seed: seed of --split
-        jobs: slices that are encoded at once; default: one for each core, up to 16
 
     Examples:
         emoe data prepare news/ --tokenizer bert/vocab.txt --out sets/news
@@ -100,10 +89,6 @@ def prepare(
     """
     from emoe.domains.text import prepare as text
 
-    config = text.PrepareConfig(
-        split=split, length=length, packing=packing, detokenise=detokenise, encoding_errors=encoding_errors, seed=seed,
-        jobs=jobs,
-    )  # fmt: skip
     with ExitStack() as stack:
         tick: Tick | None = None
 
@@ -112,10 +97,9 @@ def prepare(
             tick = tick or stack.enter_context(meter(total, f"{out} (bytes of files)", quiet=quiet))
             tick(size, "")
 
-        done = text.prepare(
-            out, tokenizer, inputs, train=train, valid=valid, test=test, config=config,
-            on_progress=show, note=lambda line: print(f"emoe data: {line}", file=sys.stderr),
-        )  # fmt: skip
+        named = {"train": train, "valid": valid, "test": test}
+        note = functools.partial(print, "emoe data:", file=sys.stderr)
+        done = text.prepare(out, tokenizer, inputs, **named, config=config, on_progress=show, note=note)
     length = done.manifest["length"]
     for name, rows in done.manifest["splits"].items():
         print(

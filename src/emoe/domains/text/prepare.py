@@ -21,18 +21,18 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import emoe
 from emoe import files as storage
-from emoe.config import Config, ConfigError, option, to_dict
+from emoe.config import ConfigError, to_dict
 from emoe.domains import DataError
-from emoe.domains.text.detokenise import RULES, Detokenise
+from emoe.domains.text import PrepareConfig
+from emoe.domains.text.detokenise import RULES
 from emoe.domains.text.reading import SPLITS, Note, Slice, Source, Split, find_sources, sha256_of, slices
 from emoe.domains.text.tokens import Encoder, Vocabulary, load_library, read_vocabulary
 from emoe.files import StorageError
@@ -41,38 +41,10 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 TOKEN = np.dtype("<u2")
 MOST_JOBS = 16  # more threads than this wait for Python's lock
-Packing = Literal["chunks", "wrap"]
-Errors = Literal["strict", "replace"]
 AGAIN = "run the same command again, it goes on where it stopped"
 Progress = Callable[[int, int], None]  # called after every slice: bytes of the files it took, bytes of all files
 Paths = Sequence[Path]
 Sources = Sequence[Source]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig(Config):
-    """How text becomes rows."""
-
-    length: int = option(128, doc="tokens of a row", low=3, high=65_536)
-    packing: Packing = option("chunks", doc="chunks, or wrap: [CLS] at both ends of a row")
-    split: tuple[float, ...] | None = option(
-        None, doc="shares of the documents of training files for valid and test", low=0, high=0.5
-    )
-    detokenise: Detokenise = option("auto", doc="undo the spacing of lm1b or wikitext; auto: by the names of the files")
-    encoding_errors: Errors = option("strict", doc="bytes that are not UTF-8: an error, or replace them by a mark")
-    seed: int = option(0, doc="seed of the split", low=0)
-    jobs: int | None = option(
-        None, doc="slices that are encoded at once; none = one for each core, up to 16", low=1, high=256
-    )
-    slice_bytes: int = option(4 << 20, doc="bytes of text that are worked on at a time", low=16, high=1 << 28)
-
-    def conflicts(self) -> Iterator[str]:
-        choices = {"packing": Packing, "encoding_errors": Errors, "detokenise": Detokenise}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in get_args(allowed):
-                yield f"{name}: {getattr(self, name)!r} is not known; allowed: {', '.join(get_args(allowed))}"
-        if self.split is not None and (len(self.split) != 2 or not any(self.split)):
-            yield "split: give two shares, of valid and of test, one of them above 0: 0.005,0.005"
 
 
 class Prepared(NamedTuple):
