@@ -77,11 +77,11 @@ sample TOY --given none.csv | 3 | none.csv: does not exist
 sample TOY --continue ?,1 | 2 | continue: row 0 has a hole before its last word; use --given to fill holes
 sample TOY --out none/x.npy | 5 | none/x.npy: No such file
 eval TOY --eval-lm x | 2 | eval-lm: | was not trained on text
-eval TOY --results other.json | 2 | other.json:
+eval TOY --results other.json | 3 | other.json:
 eval TOY --results other.json/r.json | 5 | other.json
 eval ROWS --exact | 2 | exact: rows-emoe
 eval ROWS --domain.path longer.npy | 2 | domain: the data have | length=4 | length=3
-report other.json | 2 | other.json:
+report other.json | 3 | other.json:
 release ROWS --out out | 2 | which cannot name a folder; give one: --name
 train toy-8modes-emoe --run TOY | 2 | already holds a trained run; add --resume
 train toy-8modes-emoe --run TOY --resume --seed 3 | 2 | was started with another experiment | seed: 0 -> 3

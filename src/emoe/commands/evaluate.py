@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from emoe.reporting.results import Results, Row
     from emoe.runs.run import Run
     from emoe.runs.sampling import Pool
-    from emoe.types import Likelihood
 
 
 @args.command("emoe eval")
@@ -74,20 +73,19 @@ def evaluate(
         asked = [Likelihood.parse(word) for word in (likelihood or "").split() if word != "none"]
     except ValueError as error:
         raise ConfigError([f"likelihood: {error}"]) from None
-    everything, likelihoods = Results(), dict[Likelihood, None]()
+    everything, likelihoods = Results(), []
     for folder in runs:
         began = time.monotonic()
         with args.with_data_root(settings, data_root) as fields:
             run = load_run(folder, device=device, settings=fields)
         files = [path for path in (run.eval_file, results) if path is not None]
-        for path in files:
-            read_results(path)  # a file that cannot be merged into is refused before the work
+        for path in filter(Path.exists, files):
+            Results.load(path)  # a file that cannot be merged into is refused before the work
         names = [Likelihood.parse(name) for name in run.method.likelihoods()] if likelihood is None else asked
-        likelihoods |= dict.fromkeys(names)
-        # What can be refused is opened and computed before anything is drawn.
+        # The evaluation LM and the exact law come first: they can be refused.
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
-        measured: list[Row] = []
         trained, steps = (run.method, run.domain, run.experiment), nfe or run.experiment.eval.nfe
+        measured: list[Row] = []
         if exact:
             with meter(law_work(run.method, steps), f"exact law of {run.path}") as tick:
                 measured += exact_rows(*trained, steps, tick=tick)
@@ -100,21 +98,12 @@ def evaluate(
         everything.add(info, measured, methods)
         for path in files:
             record(path, info, measured, methods)
+        likelihoods += [row for row in measured if row.metric == "nll" and row.nfe is None]
     if json:
         print(dumps([vars(row) for row in everything.rows], indent=1))
     else:
         show(everything, likelihoods)
     return 0
-
-
-def read_results(path: Path) -> Results:
-    """A results file, empty if there is none yet; a broken one is refused like any other bad argument."""
-    from emoe.reporting.results import Results, ResultsError
-
-    try:
-        return Results.load(path) if path.exists() else Results()
-    except ResultsError as error:
-        raise ConfigError(str(error).splitlines()) from None
 
 
 def text_lm(run: Run, folder: str, device: str) -> EvalLM:
@@ -138,8 +127,8 @@ def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | N
     domain: Any = run.domain
     pools: list[Pool] = []
     with sampling(run, samples or run.experiment.eval.samples, nfe, f"samples of {run.path}"):
-        keep = None if lm is None else pools.append
-        rows = measure_samples(run.method, domain, run.experiment, nfe=nfe, samples=samples, seed=seed, keep=keep)
+        config = run.experiment
+        rows = measure_samples(run.method, domain, config, nfe=nfe, samples=samples, seed=seed, keep=pools.append)
     if lm is None:
         return rows
     held_out = score(lm, domain, held_out_rows(domain, None, 0)).perplexity("judge_ppl")
@@ -149,24 +138,24 @@ def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | N
     return rows + [row(item, domain, run.experiment, nfe=calls, convention="paper") for calls, item in items]
 
 
-def show(results: Results, likelihoods: Iterable[Likelihood]) -> None:
-    """Print a table for each metric over NFE, and one of the likelihoods, which belong to no NFE."""
+def show(results: Results, likelihoods: Sequence[Row]) -> None:
+    """Print a table for each metric over NFE, and one of the likelihoods, given by their rows of `nll`."""
     from emoe.reporting.render import print_metrics
+    from emoe.types import Likelihood
 
     for part in (results.only(convention=None), results.only(convention="exact"), results.only(metric="gen_ppl")):
         for task, metric in dict.fromkeys((row.task, row.metric) for row in part.rows if row.nfe is not None):
             print_metrics(part, task, [metric])
     lines = []
-    for recipe, seed in dict.fromkeys((row.recipe, row.seed) for row in results.rows if row.convention is not None):
-        for name in likelihoods:
-            values = {row.metric: row for row in results.select(recipe=recipe, seed=seed, convention=str(name))}
-            if nll := values.get("nll"):
-                bpd, gain = values["bpd"].value, values.get("coordination_gain")
-                error = "" if nll.stderr is None else f" ±{nll.stderr:.3f}"
-                units = [f"{bpd * math.log(2):.4f}", f"{bpd:.3f}", f"{values['ppl'].value:.2f}"]
-                gained = f"; coordination gain {gain.value:+.3f} nats per token" if gain else ""
-                cells = [str(name), f"{nll.value:.3f}{error}", *units, name.bounds + gained]
-                lines.append([f"{recipe} seed {seed}", *cells])
+    for nll in likelihoods:
+        name, same = str(nll.convention), {"recipe": nll.recipe, "seed": nll.seed, "convention": nll.convention}
+        values = {row.metric: row.value for row in results.select(**same)}
+        error = "" if nll.stderr is None else f" ±{nll.stderr:.3f}"
+        meaning = Likelihood.parse(name).bounds
+        if "coordination_gain" in values:
+            meaning += f"; coordination gain {values['coordination_gain']:+.3f} nats per token"
+        units = [f"{values['bpd'] * math.log(2):.4f}", f"{values['bpd']:.3f}", f"{values['ppl']:.2f}"]
+        lines.append([f"{nll.recipe} seed {nll.seed}", name, f"{nll.value:.3f}{error}", *units, meaning])
     if lines:
         header = ["Likelihood", "convention", "nats per row", "nats per token", "bits/dim", "perplexity", "what it is"]
         console_table(header, lines)
@@ -242,9 +231,10 @@ def report(
     if problems:
         raise ConfigError(problems)
     from emoe.reporting.html import write_page
+    from emoe.reporting.results import Results
 
     out = out or results.with_suffix(".html")
     captions = {path: path.stem.replace("-", " ") for path in picture}
-    write_page(out, title, read_results(results), pictures=captions, runs=run)
+    write_page(out, title, Results.load(results), pictures=captions, runs=run)
     print(out)
     return 0
