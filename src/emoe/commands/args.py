@@ -64,11 +64,10 @@ class Command:
     def __init__(self, name: str, target: Callable[..., Any], doc: str | None = None):
         self.name, self.target = name, target
         description, self._help, examples = read_docstring(inspect.cleandoc(doc or target.__doc__ or ""))
-        self.parser = Parser(name, description=description, allow_abbrev=False)
+        self.parser = Parser(name, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.parser.examples = examples
-        self.annotations: dict[str, Any] = {}
+        self.names: set[str] = set()  # of arguments
         self._groups: dict[str, Any] = {}  # parameters that are dataclasses
-        self._injected: list[str] = []
         self._add_all(target)
 
     def _add_all(self, target: Any) -> None:
@@ -78,26 +77,23 @@ class Command:
             metavar, text = self._help.get(name, ("", ""))
             about = {"help": text, "metavar": metavar, "positional": parameter.kind is not parameter.KEYWORD_ONLY}
             about = fields[name].metadata if name in fields else about
-            if name in INJECTED:
-                self._injected.append(name)
-            elif dataclasses.is_dataclass(hints[name]):
+            if dataclasses.is_dataclass(hints[name]):
                 self._groups[name] = hints[name]
                 self._add_all(hints[name])
-            elif not about.get("hidden"):
+            elif name not in INJECTED and not about.get("hidden"):
                 self._add(name, hints[name], parameter.default, about)
 
     def _add(self, name: str, annotation: Any, default: Any, about: Mapping[str, Any]) -> None:
-        """Add an argument; one that is not given is None."""
+        """Add an argument."""
+        self.names.add(name)
         kind, extras = unwrap(annotation)
-        limits = {end: about[end] for end in ("low", "high") if about.get(end) is not None}
-        self.annotations[name] = Annotated[annotation, Range(**limits)] if limits else annotation
         positional, required = about.get("positional", False), default in (inspect.Parameter.empty, "")
         text, shown = about.get("help") or about.get("doc", ""), "" if required else as_text(default)
         if "default" not in text and shown not in ("none", "false", ""):
             text += f" (default {shlex.quote(shown)})"
         options: dict[str, Any] = {"help": text.replace("%", "%%")}
         if kind is bool:
-            options |= {"action": "store_true", "default": None}
+            options["action"] = "store_true"
         elif get_origin(kind) is Literal:
             options["metavar"] = f"{{{','.join(get_args(kind))}}}"
         else:
@@ -108,10 +104,14 @@ class Command:
             options |= {"action": "extend", "nargs": "+" if required or not positional else "*"}
         elif positional and not required:
             options["nargs"] = "?"
+        if kind is not bool:
+            limits = {end: about[end] for end in ("low", "high") if about.get(end) is not None}
+            element = get_args(kind)[0] if options.get("action") else Annotated[annotation, Range(**limits)]
+            options["type"] = functools.partial(read, element)
         if positional:
             self.parser.add_argument(name, **options)
             return
-        self.parser.add_argument(f"--{_label(name)}", required=required, **options)
+        self.parser.add_argument(f"--{name.rstrip('_').replace('_', '-')}", dest=name, required=required, **options)
         for alias in (extra for extra in extras if str(extra).startswith("--")):
             self.parser.add_argument(alias, dest=name, **options | {"help": argparse.SUPPRESS})
 
@@ -119,22 +119,20 @@ class Command:
         return self.target(**self.parse(words))
 
     def parse(self, words: list[str]) -> dict[str, Any]:
-        """The arguments that are given, by parameter; an unknown or missing one, or --help, exits."""
+        """The arguments that are given, by parameter; a wrong or missing one, or --help, exits."""
         # With a recipe there are also settings without a dot, such as `--seed`, unless they are options.
-        fields = [name for name in FIELDS if name not in self.annotations] if "recipe" in self.annotations else []
-        valued = [flag for flag, action in self.parser._option_string_actions.items() if action.nargs != 0]
-        values: dict[str, Any] = {}
-        if "command" in self._injected:
+        fields = [name for name in FIELDS if name not in self.names] if "recipe" in self.names else []
+        flags, values = self.parser._option_string_actions, dict[str, Any]()
+        parameters = inspect.signature(self.target).parameters
+        if "command" in parameters:
             values["command"] = shlex.join([*self.name.split(), *words])
-        if "settings" in self._injected:
+        if "settings" in parameters:
+            valued = [flag for flag, action in flags.items() if action.nargs != 0]
             words, values["settings"] = split_settings(words, fields, valued=valued)
         args, unknown = self.parser.parse_known_args(words)
         if unknown:
             self._refuse(unknown[0].partition("=")[0], args.recipe if fields else None)
-        for name, annotation in self.annotations.items():
-            given = getattr(args, name.rstrip("_"), None)
-            if given is not None:
-                values[name] = given if given is True else read(_label(name), annotation, given)
+        values |= {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
         for name, group in self._groups.items():
             values[name] = group(**{key: values.pop(key) for key in group.__dataclass_fields__ if key in values})
         return values
@@ -154,11 +152,6 @@ class Command:
 def command(name: str) -> Callable[[Callable[..., Any]], Command]:
     """Make a command of a function: `@command("emoe train")`."""
     return functools.partial(Command, name)
-
-
-def _label(name: str) -> str:
-    """A parameter's name on the command line."""
-    return name.rstrip("_").replace("_", "-")
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], str]:

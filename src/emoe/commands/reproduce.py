@@ -54,6 +54,6 @@ def study(name: str, command: str, words: list[str], doc: str | None = None) -> 
 
     module = studies.module(name)
     options = Command(command, module.Options, doc or module.Study.__doc__)
-    if "data_root" not in options.annotations and any(word.partition("=")[0] == "--data-root" for word in words):
+    if "data_root" not in options.names and any(word.partition("=")[0] == "--data-root" for word in words):
         raise ConfigError([f"data-root: {name!r} needs no data files; leave it out"])
     return studies.run(name, options(words))

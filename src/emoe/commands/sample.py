@@ -55,7 +55,7 @@ def sample(
         given: what to complete: .png images of the model's size; or .npy or .csv files, or rows such as 12,? in which
             ?, an empty cell or -1 is wanted (--given=-1,5 where one begins with a minus); or text with holes, or .txt
             files with one such text in a line
-        continue_: the same for beginnings, without holes
+        continue_ (TEXT): the same for beginnings, without holes
         keep: what stays of the given rows: positions such as 0-9,20, or none; of images also top-half, bottom-half,
             left-half, right-half, centre, border, or a .png mask (white stays). Default: all tokens that are given
         ink: ink of .png images; auto looks at the border

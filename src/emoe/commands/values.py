@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from emoe.config import ConfigError, alternatives, hint
+from emoe.config import alternatives, hint
 
 NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
 
@@ -17,7 +18,8 @@ class Range(NamedTuple):
     high: float = math.inf
 
     def __str__(self) -> str:
-        return " and ".join([f">= {self.low}"] * (self.low > -math.inf) + [f"<= {self.high}"] * (self.high < math.inf))
+        ends = ((">=", self.low), ("<=", self.high))
+        return " and ".join(f"{sign} {end}" for sign, end in ends if not math.isinf(end))
 
 
 Steps = Annotated[int, Range(1, 10_000)]
@@ -35,28 +37,23 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     return annotation, ()
 
 
-def read(name: str, annotation: Any, words: str | list[str]) -> Any:
-    """The value of an argument: of type int, float, str, Path, Literal, or a tuple of them.
-
-    A tuple is a word with commas (`1,2,4`), or a list of its elements. `name` is for errors.
-    """
+def read(annotation: Any, word: str) -> Any:
+    """The value of a word: int, float, str, Path, Literal, or a tuple of them as `1,2,4`."""
     kind, extras = unwrap(annotation)
     several = get_origin(kind) is tuple
     element = get_args(kind)[0] if several else kind
-    if isinstance(words, list):
-        return tuple(read(name, element, word) for word in words)
-    if element in NUMBERS:
-        allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
-        try:
-            values = tuple(map(element, words.split(","))) if several else (element(words),)
-        except ValueError:
-            expected = f"{NUMBERS[element]}s" if several else f"one {NUMBERS[element]}"
-            raise ConfigError(f"{name}: expected {f'{expected} {allowed}'.rstrip()}, got {words!r}") from None
-        if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
-            raise ConfigError(f"{name}: must be {str(allowed) or 'finite'}, got {words}")
-        return values if several else values[0]
-    if several:
-        return tuple(element(part.strip()) for part in words.split(",") if part.strip())
-    if get_origin(kind) is Literal and words not in get_args(kind):
-        raise ConfigError(f"{name}: {words!r} is not known{hint(words, list(get_args(kind)))}")
-    return words if get_origin(kind) is Literal else kind(words)
+    if get_origin(kind) is Literal:
+        if word not in get_args(kind):
+            raise ArgumentTypeError(f"{word!r} is not known{hint(word, list(get_args(kind)))}")
+        return word
+    if element not in NUMBERS:
+        return tuple(element(part.strip()) for part in word.split(",") if part.strip()) if several else kind(word)
+    allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
+    try:
+        values = tuple(map(element, word.split(",") if several else [word]))
+    except ValueError:
+        expected = f"{NUMBERS[element]}s" if several else f"one {NUMBERS[element]}"
+        raise ArgumentTypeError(f"expected {f'{expected} {allowed}'.rstrip()}, got {word!r}") from None
+    if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
+        raise ArgumentTypeError(f"must be {str(allowed) or 'finite'}, got {word}")
+    return values if several else values[0]
