@@ -36,10 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a plus-minus sign must not end a run on an old terminal
     try:
-        try:
-            code = _main(words)
-        except SystemExit as end:  # argparse, after --help or an error
-            code = int(end.code or 0)
+        code = _main(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

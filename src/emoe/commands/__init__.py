@@ -1,4 +1,4 @@
-"""The commands: one table, each imported only when it is called, and what becomes of their errors.
+"""The table of commands, which are imported when they are called, and the exit codes of their errors.
 
 Exit codes: 0 done, 2 bad configuration or arguments, 3 bad data, 4 numeric failure or collapse, 5 storage failure,
 6 another process of the run is lost, 130/143 stopped by a signal after a checkpoint.
@@ -29,6 +29,8 @@ def run(command: str, words: list[str]) -> int:
     module, function, _ = COMMANDS[command]
     try:
         return int(getattr(importlib.import_module(f"emoe.commands.{module}"), function)(words))
+    except SystemExit as end:  # argparse, after --help or an error
+        return int(end.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
         if message is None:
@@ -39,7 +41,7 @@ def run(command: str, words: list[str]) -> int:
 
 
 def explain(error: BaseException) -> tuple[str | None, int]:
-    """Message and exit code of an error; no message where the program is at fault, or the reader of a pipe is gone."""
+    """Message and exit code of an error; no message for a bug, or if the reader of a pipe is gone."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
     if code := getattr(error, "exit_code", 0):

@@ -96,12 +96,10 @@ def train(
     following = f"next: emoe eval {shlex.quote(str(trained.path))}"
     if signal is not None:
         following = "stopped by a signal and saved; the same command with --resume continues"
-    if launched()[0] != 0:
-        pass  # rank 0 prints
-    elif json:
-        print(dumps({"run": str(trained.path), "step": trained.step, "steps": steps, "seconds": seconds}))
-    else:
-        print(f"{trained.path}: step {trained.step} of {steps} after {seconds:.1f} s\n{following}")
+    outcome = {"run": str(trained.path), "step": trained.step, "steps": steps, "seconds": seconds}
+    text = f"{trained.path}: step {trained.step} of {steps} after {seconds:.1f} s\n{following}"
+    if launched()[0] == 0:
+        print(dumps(outcome) if json else text)
     return 0 if signal is None else 128 + signal
 
 
