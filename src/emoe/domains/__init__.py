@@ -1,7 +1,11 @@
 """Data, metrics and figures: one module per domain, named after its kind unless it is listed here."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
+
+from emoe.config import ConfigError
 
 KINDS = {"mnist": "images", "digits": "images", "text": "text.data"}
 
@@ -16,3 +20,13 @@ def check_file(path: Path, remedy: str) -> None:
     """Raise a `DataError` that ends with the remedy unless there is such a file."""
     if not path.is_file():
         raise DataError(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; {remedy}")
+
+
+@contextmanager
+def naming(source: str, *, typed: bool = False) -> Iterator[None]:
+    """Put the name of a file before a `DataError`; turn that of typed text into a `ConfigError`."""
+    try:
+        yield
+    except DataError as error:
+        shown = source if len(source) <= 40 else f"{source[:37]}..."
+        raise ConfigError([f"given: {shown!r}: {error}"]) if typed else DataError(f"{source}: {error}") from None

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.domains import DataError, check_file
+from emoe.domains import DataError, check_file, naming
 from emoe.types import TokenSpace
 
 MOST_SYMBOLS = 65_535
@@ -53,14 +53,12 @@ def read_symbols(path: Path, key: str | None = None) -> Int[np.ndarray, "N L"]:
         raise DataError("domain.path: give the file to train on: --domain.path data.npy (.npy, .npz or .csv)")
     check_file(path, "--domain.path takes a .npy, .npz or .csv file, one row per example")
     ending = path.suffix.lower()
-    try:
+    with naming(str(path)):
         if ending not in (".npy", ".npz", ".csv"):
             what = f"{ending} files" if ending else "a file without an ending"
             raise DataError(f"cannot read {what}; save the rows as .npy, .npz or .csv")
         table = read_table(path, key)
         _check_symbols(table)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
     return table.values.astype(np.int64)
 
 
@@ -73,15 +71,17 @@ def read_table(path: Path, key: str | None = None, holes: Sequence[str] = ()) ->
                 return parse(file, holes)
         with path.open("rb") as binary:  # np.load would leave a damaged archive open
             loaded: Any = np.load(binary, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return Table(loaded)
-            names = loaded.files
-            listed = ", ".join(names) or "none"
-            if key is None and len(names) != 1:
-                raise DataError(f"holds {len(names)} arrays ({listed}); choose one with --domain.key")
-            if key is not None and key not in names:
-                raise DataError(f"has no array {key!r}; --domain.key can be: {listed}")
-            return Table(loaded[key or names[0]])
+            if not isinstance(loaded, np.ndarray):
+                names = loaded.files
+                listed = ", ".join(names) or "none"
+                if key is None and len(names) != 1:
+                    raise DataError(f"holds {len(names)} arrays ({listed}); choose one with --domain.key")
+                if key is not None and key not in names:
+                    raise DataError(f"has no array {key!r}; --domain.key can be: {listed}")
+                loaded = loaded[key or names[0]]
+            if loaded.dtype.kind not in "biuf":
+                raise DataError(f"holds values of type {loaded.dtype}; save whole numbers: {AS_INTEGERS}")
+            return Table(loaded)
     except DataError:
         raise
     except BROKEN as error:
@@ -135,8 +135,6 @@ def _number(cell: str, holes: Sequence[str]) -> float | None:
 def _check_symbols(table: Table) -> None:
     """Raise unless the values are rows of symbols 0, 1, ..., max, every one of which occurs."""
     x = table.values
-    if x.dtype.kind not in "biuf":
-        raise DataError(f"holds values of type {x.dtype}; save whole numbers: {AS_INTEGERS}")
     if x.size == 0:
         raise DataError(f"is empty (shape {x.shape}); it needs at least two rows")
     if x.ndim != 2:
@@ -163,27 +161,21 @@ def read_given(source: str, space: TokenSpace) -> Int[Tensor, "m L"]:
 
     `?`, an empty cell, NaN and -1 mark positions to fill in.
     """
-    path = Path(source)
     if TYPED.fullmatch(source):
-        try:
+        with naming(source, typed=True):
             return _tokens(parse([source], HOLES), space)
-        except DataError as error:
-            raise ConfigError([f"given: {source!r}: {error}"]) from None
+    path = Path(source)
     if path.suffix.lower() not in (".npy", ".csv"):
         raise ConfigError([f"given: {source!r} is neither a .npy or .csv file nor a row such as 12,?"])
     check_file(path, "--given takes a file of rows")
-    try:
+    with naming(source):
         return _tokens(read_table(path, holes=HOLES), space)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def _tokens(table: Table, space: TokenSpace) -> Int[Tensor, "m L"]:
     x = table.values
     if x.size == 0:
         raise DataError("holds no rows; write tokens, and ? where one is wanted")
-    if x.dtype.kind not in "biuf":
-        raise DataError(f"holds values of type {x.dtype}; save whole numbers, -1 where a token is wanted")
     x = x[None] if x.ndim == 1 else x
     if x.ndim != 2 or x.shape[1] != space.length:
         raise DataError(f"has shape {x.shape}; rows of {space.length} tokens are needed")

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from emoe.config import ConfigError
-from emoe.domains import DataError, check_file
+from emoe.domains import DataError, check_file, naming
 from emoe.domains.text.tokens import Encoder, Vocabulary
 from emoe.types import TokenSpace
 
@@ -32,11 +31,8 @@ def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: 
     """
     encoder(vocabulary)  # a tokenizer that cannot be used is no fault of the text
     if not source.lower().endswith(".txt"):
-        try:
+        with naming(source, typed=True):
             return torch.tensor([_read_text(source, vocabulary, space, wrap)])
-        except DataError as error:
-            shown = source if len(source) <= 40 else f"{source[:37]}..."
-            raise ConfigError([f"given: {shown!r}: {error}"]) from None
     path, rows = Path(source), []
     check_file(path, "--given takes a text, or a .txt file with one text in a line")
     try:
@@ -44,10 +40,8 @@ def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: 
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8") from None
     for number, line in enumerate(lines, 1):
-        try:
+        with naming(f"{path}: line {number}"):
             rows += [_read_text(line, vocabulary, space, wrap)] if line.strip() else []
-        except DataError as error:
-            raise DataError(f"{path}: line {number}: {error}") from None
     if not rows:
         marks = "[MASK], {N} or ___"
         raise DataError(f"{path}: holds no text; write one in a line, with {marks} where tokens are wanted")
