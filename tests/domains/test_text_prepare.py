@@ -261,8 +261,8 @@ def test_spacing_is_undone_as_the_field_does():
         "He said ' no ' twice .": "He said 'no' twice.",
         "a - b": "a - b",
     }
-    assert {text: detokenise.lm1b(text) for text in sentences} == sentences
-    assert detokenise.wikitext("1 @,@ 000 well @-@ known 2 @.@ 5") == "1,000 well-known 2.5"
+    assert {text: detokenise.detokenise(text, "lm1b") for text in sentences} == sentences
+    assert detokenise.detokenise("1 @,@ 000 well @-@ known 2 @.@ 5", "wikitext") == "1,000 well-known 2.5"
 
 
 # --- kills, changes and full disks

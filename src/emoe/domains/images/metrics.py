@@ -84,7 +84,7 @@ def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) ->
     size, device = min(len(samples), len(real), NEIGHBOUR_ROWS), classifier.scale.device
     return [
         _frechet(features, real_features),
-        *_frechet_real(real_features, seed),
+        _frechet_real(real_features, seed),
         *neighbour_measures(features[:size].to(device), real_features[:size].to(device)),
         mean("confidence", 100 * confidence.values),
         jackknife("class_entropy", entropies, len(samples)),
@@ -146,14 +146,12 @@ def _frechet(features: Points, real: Others) -> Measurement:
     return jackknife("frechet", [frechet_distance(features, real), *without], len(features))
 
 
-def _frechet_real(real: Others, seed: int) -> list[Measurement]:
-    """Mean of ten random splits in halves, with the standard deviation of one split; none for fewer than 4 rows."""
+def _frechet_real(real: Others, seed: int) -> Measurement:
+    """Mean of ten random splits in halves, with the standard deviation of one split."""
     half = len(real) // 2
-    if half < 2:
-        return []
     orders = [permutation(len(real), seed, "images", f"split {number}") for number in range(FOLDS)]
     values = [frechet_distance(real[order[:half]], real[order[half:]]) for order in orders]
-    return [Measurement("frechet_real", float(np.mean(values)), float(np.std(values, ddof=1)), half)]
+    return Measurement("frechet_real", float(np.mean(values)), float(np.std(values, ddof=1)), half)
 
 
 def _distances(points: Points, others: Others) -> Float[Tensor, "n m"]:

@@ -92,7 +92,6 @@ class Text(SplitDomain):
         return TextConfig(path=str(self._folder)).write(rows)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        """See `emoe.domains.text.metrics`. Whether text is good is measured by `emoe.evaluation.gen_ppl`."""
         return measure_rows(samples, self.rows)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:

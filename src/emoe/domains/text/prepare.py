@@ -32,7 +32,7 @@ from emoe import files as storage
 from emoe.config import ConfigError, to_dict
 from emoe.domains import DataError
 from emoe.domains.text import PrepareConfig
-from emoe.domains.text.detokenise import RULES
+from emoe.domains.text.detokenise import detokenise
 from emoe.domains.text.reading import SPLITS, Note, Slice, Source, Split, find_sources, sha256_of, slices
 from emoe.domains.text.tokens import Encoder, Vocabulary, load_library, read_vocabulary
 from emoe.files import StorageError
@@ -158,7 +158,7 @@ def _write_part(path: Path, part: Slice, vocabulary: Vocabulary, encoder: Encode
     for document in _documents(_decode(part, config.encoding_errors), part.lone):
         split = _choose(document, part.split, config)
         documents[split] += 1
-        lines += [(split, RULES[part.style](line)) for line in document]
+        lines += [(split, detokenise(line, part.style)) for line in document]
     for (split, _), ids in zip(lines, encoder([line for _, line in lines]), strict=True):
         if ids:
             tokens[split].extend([*ids, vocabulary.special["cls"]])

@@ -44,7 +44,7 @@ class Source:
 
     path: Path
     split: Split | None  # None: an archive whose members have splits by their names
-    style: Style | None  # None: by the names
+    style: Detokenise
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
@@ -96,23 +96,22 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
 
     `named` has files and folders of the splits, and under None those whose names say the split.
     """
-    rule = None if style == "auto" else style
     sources: list[Source] = []
     for given, paths in named.items():
         for path in paths:
             if not path.exists():
                 raise DataError(f"{path}: does not exist; check the path")
             if path.is_dir():
-                sources += _in_folder(path, given, rule, note)
+                sources += _in_folder(path, given, style, note)
             else:
                 by_name = None if is_archive(path) else split_of(path.name) or "train"
-                sources.append(Source(path, given or by_name, rule))
+                sources.append(Source(path, given or by_name, style))
     sources.sort(key=lambda source: SPLITS.index(source.split or "train"))
     _check_apart(sources)
     return sources
 
 
-def _in_folder(folder: Path, given: Split | None, style: Style | None, note: Note) -> Iterator[Source]:
+def _in_folder(folder: Path, given: Split | None, style: Detokenise, note: Note) -> Iterator[Source]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     texts = [file for file in files if is_text(file.name)]
     if left := len(files) - len(texts):
@@ -207,7 +206,7 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
 
 def _cut(name: str, split: Split, source: Source, stream: Any, file: IO[bytes], size: int) -> Iterator[Slice]:
     """Slices of one text, which `stream` unpacks from `file`."""
-    style = source.style or style_of(name)
+    style = style_of(name) if source.style == "auto" else source.style
     source.styles.add(style)
     read, line, is_empty = file.tell(), 1, True
     text = stream.read(size)
