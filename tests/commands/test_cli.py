@@ -96,11 +96,9 @@ train toy-8modes-mdlm --method.top-k 2 | method.top-k: no such field | method.t-
 train toy-8modes-emoe --train.steps | train.steps: a value is missing | --train.steps VALUE
 train toy-8modes-emoe --device gpu | device: 'gpu' is not known | allowed: auto, cpu, cuda, cuda:N
 train toy-8modes-emoe --data-root x | data-root: the data of this run come from no such folder
-sample x --nfe 0 | nfe: must be >= 1 and <= 10000, got 0
 sample x --nfe 1,2 | nfe: expected one whole number >= 1 and <= 10000, got '1,2'
 sample x | run: x is no run folder | emoe train RECIPE
 sample x --keep 0 | keep: says what is done with given rows; add --given FILE
-sample x --given 1,? --ink grey | ink: 'grey' is not known | allowed: auto, dark, light
 sample x --given 1 --continue 1 | continue: is another way of giving rows; give either --given or --continue
 sample x --given | --given: expected at least one argument
 eval x --likelihood bond@4 | likelihood: 'bond@4' is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K

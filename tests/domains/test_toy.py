@@ -12,8 +12,8 @@ from enumeration import ALPHA, chi_square, factorised_chain
 
 from emoe.config import ConfigError, from_dict
 from emoe.domains import toy as toys
-from emoe.domains.base import DomainConfig, random_state
-from emoe.domains.toy import DENSITIES, Density, Modes, Squares, Strokes, SwissRoll, Toy, ToyConfig, ideal_factorised
+from emoe.domains.base import DomainConfig
+from emoe.domains.toy import DENSITIES, Density, Squares, Strokes, SwissRoll, Toy, ToyConfig, ideal_factorised
 
 PAPER = ["8-modes", "swiss-roll"]
 STROKES = {name: density for name, density in DENSITIES.items() if isinstance(density, Strokes)}
@@ -64,14 +64,6 @@ def test_moons_are_those_of_scikit_learn() -> None:
         np.testing.assert_allclose(curve, 1.75 * (points - [0.5, 0.25])[moon == number], atol=1e-12)
 
 
-def test_strokes_are_drawn_by_mass() -> None:
-    uneven = Strokes(0.01, toys.segment((-2, 0), (-2, 1)), toys.segment((2, 0), (2, 3)))
-    np.testing.assert_allclose(uneven.shares, [0.25, 0.75])
-    left = (uneven.draw(10_000, random_state(1))[:, 0] < 0).mean()
-    assert abs(left - 0.25) < 4 * (0.25 * 0.75 / 10_000) ** 0.5
-    assert uneven.law()[:25].sum().item() == pytest.approx(0.25, abs=1e-12)
-
-
 # --- exact laws
 
 
@@ -100,14 +92,6 @@ def test_quadrature_has_converged(name: str) -> None:
         points = np.concatenate([piece.curve(u) for piece in pieces])
         law = toys.mixture_law(points, np.concatenate([share * weights for share in shares]), noise)
         assert (density.law() - law).abs().max() < error
-
-
-def test_outermost_cells_take_the_tails() -> None:
-    for point, cell, share in (((-50.0, 50.0), (0, 49), 1), ((3.0, 9.0), (49, 49), 0.5)):
-        law = Modes(np.array([point])).law()
-        assert law[cell] == pytest.approx(share) and law.sum().item() == pytest.approx(1, abs=1e-15)
-    outside = Squares(0.25, np.array([(3.0, -3.25)])).law()
-    assert outside[49, 0] == 1 and outside.sum() == 1
 
 
 def test_law_of_a_square_is_its_overlap_with_the_cells() -> None:
