@@ -47,9 +47,6 @@ def normal(n: int, size: int, seed: int) -> torch.Tensor:
     return torch.randn(n, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# --- the classifiers
-
-
 def test_the_classifier_knows_held_out_digits(digits: Digits) -> None:
     classifier = load_classifier("digits")
     assert classifier is load_classifier("digits")
@@ -73,9 +70,6 @@ def test_training_is_a_function_of_the_seed(digits: Digits, monkeypatch: pytest.
     assert not torch.equal(first["head.weight"], other["head.weight"])
 
 
-# --- Frechet distance
-
-
 def test_frechet_distance_of_gaussians() -> None:
     a, b = normal(60, 5, 1) @ normal(5, 5, 3), normal(80, 5, 2) @ normal(5, 5, 4) + 1
     c, d, gap = np.cov(a.numpy().T), np.cov(b.numpy().T), (a.mean(0) - b.mean(0)).square().sum().item()
@@ -87,9 +81,6 @@ def test_frechet_distance_of_gaussians() -> None:
     single = frechet_distance(torch.zeros_like(b), b)
     assert single == pytest.approx(b.mean(0).square().sum().item() + np.trace(d), rel=1e-9)
     assert frechet_distance(a[:, :1], a[:, :1] + 2) == pytest.approx(4)
-
-
-# --- precision, recall, density, coverage
 
 
 def plain(samples: np.ndarray, real: np.ndarray, k: int = 5) -> list[float]:
@@ -136,9 +127,6 @@ def test_jackknife_of_a_mean_is_the_error_of_a_mean_of_folds() -> None:
     assert values[0] == pytest.approx(rows.mean().item()) and len(values) == 11
     assert jackknife("x", values, 50).stderr == pytest.approx(np.std(folds, ddof=1) / math.sqrt(10))
     assert len(list(fold_means(rows[:3]))) == 1 and jackknife("x", values[:1], 3).stderr is None
-
-
-# --- all of them on digits
 
 
 def test_measures_and_their_order(halves: tuple[Digits, torch.Tensor]) -> None:

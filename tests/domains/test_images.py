@@ -56,9 +56,6 @@ def tiny_root(tmp_path, small) -> Path:
     return tmp_path / "data"
 
 
-# --- digits
-
-
 def test_digits_are_those_of_scikit_learn_split_by_class(digits):
     assert (digits.task, digits.name, digits.side) == ("digits", "digits", 8)
     assert (digits.space.size, digits.space.mask_id, digits.space.length) == (3, 2, 64)
@@ -70,9 +67,6 @@ def test_digits_are_those_of_scikit_learn_split_by_class(digits):
     assert torch.equal(DigitsConfig().build(7).test_rows, digits.test_rows)
     source = pytest.importorskip("sklearn.datasets").load_digits()
     assert sorted(train + test) == sorted(np.column_stack([source.data >= 8, source.target]).tolist())
-
-
-# --- MNIST
 
 
 def test_threshold_margin_and_labels(tiny_root):
@@ -124,9 +118,6 @@ def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys
     assert main(["sample", "r", "--n", "1", "--domain.root", "none", "--device", "cpu"]) == 0  # ./data is found
 
 
-# --- files of MNIST
-
-
 def test_only_the_published_files_are_read(tmp_path, small):
     name = files.ORIGINAL[1]
     zipped = write(tmp_path / f"{name}.gz", small[f"{name}.gz"])
@@ -160,9 +151,6 @@ def test_finds_files_below_the_root_and_says_what_is_missing(tmp_path, monkeypat
     assert all(word in text for word in words)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert files.data_root("~/given") == tmp_path / "given"
-
-
-# --- downloads, from a folder
 
 
 @pytest.fixture
@@ -233,9 +221,6 @@ def test_the_command_downloads_checks_and_mends(tmp_path, mirror, small, monkeyp
     assert f"--data-root '{tmp_path / 'my data'}'" in out and left(tmp_path / "my data") == sorted(small)
     monkeypatch.setenv("EMOE_DATA", str(tmp_path / "env"))
     assert said().startswith(str(tmp_path / "env"))
-
-
-# --- figures
 
 
 def test_real_data_come_first_in_a_figure(digits):

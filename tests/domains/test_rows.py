@@ -30,9 +30,6 @@ def all_rows(domain: Rows) -> list[list[int]]:
     return sorted(torch.cat([domain.rows, domain.held_out]).tolist())
 
 
-# --- files that are read
-
-
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int16, np.uint64, np.float32, np.float64])
 def test_npy_of_any_number_type(tmp_path, dtype):
     domain = build(saved(tmp_path / "mine.npy", GOOD.astype(dtype)))
@@ -79,8 +76,6 @@ def test_one_column_and_the_largest_number_of_symbols_are_allowed(tmp_path):
     domain = build(saved(tmp_path / "x.npy", np.arange(65_535).reshape(-1, 3)))
     assert (domain.space.size, domain.space.mask_id) == (65_536, 65_535)
 
-
-# --- files that are refused, with position and remedy
 
 BAD_ARRAYS = {
     "one axis": (np.arange(4), r"1 axes \(shape \(4,\)\).*x\[:, None\]"),
@@ -158,9 +153,6 @@ def test_pickles_are_never_opened(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-# --- the domain
-
-
 def test_split_is_a_function_of_the_seed_and_never_empty(tmp_path):
     path = saved(tmp_path / "x.npy", NUMBERS)
     one, again, other = build(path, 1), build(path, 1), build(path, 2)
@@ -186,9 +178,6 @@ def test_measures_tell_good_from_bad(tmp_path):
     assert (good["validity"].n, good["overlap"].n, good["pair_overlap"].n) == (3_000, 2_000, 2_000)
     bad = {m.metric: m for m in domain.measure(torch.from_numpy(draw.integers(6, size=(4_000, 4))))}
     assert bad["validity"].value < 6 and bad["overlap"].value < 10 and bad["pair_overlap"].value < 80
-
-
-# --- the order of training batches
 
 
 @pytest.mark.parametrize("rows,batch", [(10, 4), (7, 7), (3, 8), (5, 12)])

@@ -94,9 +94,6 @@ def test_what_is_done_to_rows_does_not_reach_the_file(folder, tmp_path):
     assert (copy / "train.bin").read_bytes() == (folder / "train.bin").read_bytes()
 
 
-# --- decoding
-
-
 def hugging_face(pieces: list[str]) -> str:
     """BertTokenizer.decode: the WordPiece decoder of `tokenizers`, then clean_up_tokenization of `transformers`."""
     text = tokenizers.decoders.WordPiece(prefix="##", cleanup=True).decode(pieces)
@@ -127,9 +124,6 @@ def test_picture_shows_any_text(text, tmp_path):
     rows[1] = 19  # and a sign that its font lacks
     text.picture({"samples": rows, "data": text.fresh(2, 0)}, tmp_path / "deep" / "p.png", title="x")
     assert (tmp_path / "deep" / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- damage
 
 
 def flip(path: Path) -> None:

@@ -50,9 +50,6 @@ def allowed(family: str, row: Sequence[int], symbols: int) -> list[bool]:
     return [row[b] == second[row[a], i] for i, (a, b) in enumerate(groups.tolist())]
 
 
-# --- the support
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_is_in_the_support(family: str, length: int) -> None:
@@ -116,9 +113,6 @@ def test_blocks_are_a_matching_without_pattern_that_no_seed_changes() -> None:
     assert small.tie.last(np.tile(np.arange(4)[:, None, None], (1, 2, 1))).T.tolist() == [[1, 3, 2, 0], [1, 2, 0, 3]]
 
 
-# --- the measures
-
-
 def test_ties_and_valid_rows_by_hand() -> None:
     domain = build("pairs", 4)
     rows = torch.tensor([[1, 1, 2, 2], [1, 1, 2, 3], [5, 4, 3, 2], [7, 7, 0, 0]])
@@ -147,9 +141,6 @@ def test_collapse_is_seen_although_every_tie_holds(family: str) -> None:
     assert one["pair_overlap"].value < 10
     few = measured(domain, domain.rows[:20].repeat(200, 1))  # 20 rows: nearly uniform symbols, but few pairs of them
     assert few["rows_valid"].value == 100.0 and few["pair_overlap"].value < 50 < few["coverage"].value < 90
-
-
-# --- configs
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,6 @@ def test_kinds_and_densities() -> None:
     assert "density: 'moon' is not known; allowed: 8-modes, swiss-roll" in next(config.conflicts())
 
 
-# --- drawing
-
-
 def test_tokens_count_the_edges_at_or_below() -> None:
     points = np.array([[-9.0, -3.0], [-3.0001, -2.876], [0.0, 2.9999], [3.0, 9.0]])
     assert toys.tokenise(points).tolist() == [[0, 1], [0, 1], [25, 48], [49, 49]]
@@ -62,9 +59,6 @@ def test_moons_are_those_of_scikit_learn() -> None:
     points, moon = make_moons(80, shuffle=False, noise=0.0)
     for number, curve in enumerate(curves):
         np.testing.assert_allclose(curve, 1.75 * (points - [0.5, 0.25])[moon == number], atol=1e-12)
-
-
-# --- exact laws
 
 
 def test_law_sums_to_one_and_matches_200_000_fresh_rows(toy: Toy) -> None:
@@ -101,9 +95,6 @@ def test_law_of_a_square_is_its_overlap_with_the_cells() -> None:
     assert (law - expected).abs().max() < 1e-15
 
 
-# --- the best factorised chain
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_ideal_factorised_is_the_law_of_the_chain(size: int, steps: int) -> None:
@@ -125,9 +116,6 @@ def test_one_step_coordination_matters_and_more_steps_regain_it(toy: Toy) -> Non
     assert scores == sorted(scores) and scores[0] < 65 and scores[-1] > 93
     straight = toys.grid_of_modes(0.0).law()  # without the turn 25 modes are the product of their marginals
     assert (straight - ideal_factorised(straight, 1)).abs().max() < 1e-12
-
-
-# --- measures
 
 
 def test_ceilings_of_fresh_data(toy: Toy) -> None:
