@@ -1,4 +1,4 @@
-"""Commands on trained runs: train, sample, eval, verify, release, report and the demo."""
+"""Commands on trained runs: train, sample, eval, verify, release and report."""
 
 from __future__ import annotations
 
@@ -157,10 +157,3 @@ def test_train(command: Command) -> None:
     code, out, err = command(*words, "--quiet", "--resume", "--json")
     assert code == 0 and json.loads(out) | {"seconds": 0} == {"run": "a", "step": 2, "steps": 2, "seconds": 0}
     assert not err
-
-
-def test_the_demo_in_small(command: Command) -> None:
-    words = f"demo --out d --quiet --eval.samples 30 --eval.nfe 1 --backbone.time-size 8 {QUICK}"
-    code, out, err = command(*words.split())
-    assert code == 0 and not err and "d/report.html" in out
-    assert all(Path("d", name).stat().st_size for name in ("report.html", "figure.png", "digits.png", "results.json"))

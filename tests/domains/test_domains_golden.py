@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from emoe.domains.base import Domain
-from emoe.domains.images import DigitsConfig, MNISTConfig, files
+from emoe.domains.images import DigitsConfig, Images, MNISTConfig, files
 from emoe.domains.rows import RowsConfig
 from emoe.domains.text import PrepareConfig
 from emoe.domains.text.data import TextConfig
@@ -82,17 +82,9 @@ def ties(family: str) -> dict[str, Any]:
     return numbers
 
 
-def digits() -> dict[str, Any]:
-    domain = DigitsConfig().build(0)
+def images(domain: Images) -> dict[str, Any]:
     parts = {"test": digest(domain.test_rows), "labels": digest(torch.cat([domain.labels, domain.test_labels]))}
     return of_domain(domain, noise(domain, 400)) | parts
-
-
-def mnist(side: int, points: int | None, root: Path) -> dict[str, Any]:
-    domain = MNISTConfig(root=str(root), side=side, points=points).build(0)
-    parts = {"test": digest(domain.test_rows), "labels": digest(torch.cat([domain.labels, domain.test_labels]))}
-    numbers = of_domain(domain, noise(domain, 400)) | parts
-    return numbers if points is None and side == 32 else {k: v for k, v in numbers.items() if k != "measured"}
 
 
 def own_rows(ending: str, folder: Path) -> dict[str, Any]:
@@ -178,12 +170,14 @@ def test_ties(family: str) -> None:
 
 
 def test_digits() -> None:
-    check("digits", digits())
+    check("digits", images(DigitsConfig().build(0)))
 
 
 @pytest.mark.parametrize("side,points", [(32, None), (28, 500)])
 def test_mnist(side: int, points: int | None, data_root: DataRoot) -> None:
-    check(f"mnist/{side}", mnist(side, points, data_root(list(files.ORIGINAL))))
+    root = str(data_root(list(files.ORIGINAL)))
+    numbers = images(MNISTConfig(root=root, side=side, points=points).build(0))
+    check(f"mnist/{side}", numbers if side == 32 else {k: v for k, v in numbers.items() if k != "measured"})
 
 
 @pytest.mark.parametrize("ending", [".npy", ".npz", ".csv"])

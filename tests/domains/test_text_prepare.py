@@ -63,9 +63,6 @@ def config(**changes: object) -> PrepareConfig:
     return PrepareConfig(**({"length": 4, "jobs": 1} | changes))
 
 
-# --- rows
-
-
 TRAIN = "A b ax\n\n  c zz \nd\n"  # capitals are lowered, "zz" is unknown, lines are stripped
 STREAM = [A, B, A, X, CLS, C, UNK, CLS, D, CLS]
 
@@ -108,9 +105,6 @@ def test_special_words_in_a_text_are_plain_text_whatever_the_tokenizer_file(tmp_
         assert [*Encoder(vocabulary)(["a [MASK] b [CLS]", "Ax éé d. 中"])] == expected
     cased = read_vocabulary(write(tmp_path / "cased" / "vocab.txt", "[UNK]\n[CLS]\n[MASK]\na\nA\n"))
     assert not cased.lowercase and [*Encoder(cased)(["a A"])] == [[3, 4]]
-
-
-# --- slices
 
 
 texts = st.lists(st.text("ab c\r", max_size=9), max_size=30).map("\n".join)
@@ -159,9 +153,6 @@ def test_preparing_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=60).returncode == 0
 
 
-# --- files and splits by name
-
-
 def test_names_say_the_split_the_style_and_what_is_text():
     splits = {
         "news.en-00042-of-00100": "train",
@@ -197,9 +188,6 @@ def test_folders_are_sorted_and_splits_kept_apart(tmp_path):
         find_sources({"train": [one], "test": [tmp_path / "." / "a.txt"]}, "auto", print)
     with pytest.raises(DataError, match=r"b.txt: has the same content as .*a.txt, but one is in test and the other in"):
         find_sources({"train": [one], "test": [two]}, "auto", print)
-
-
-# --- archives
 
 
 def pack(path: Path, members: dict[str, bytes], kind: bytes = tarfile.REGTYPE) -> Path:
@@ -260,9 +248,6 @@ def test_spacing_is_undone_as_the_field_does():
     }
     assert {text: detokenise.detokenise(text, "lm1b") for text in sentences} == sentences
     assert detokenise.detokenise("1 @,@ 000 well @-@ known 2 @.@ 5", "wikitext") == "1,000 well-known 2.5"
-
-
-# --- kills, changes and full disks
 
 
 RUN = """
@@ -337,9 +322,6 @@ def test_a_set_is_prepared_by_one_run_at_a_time_and_left_alone_when_it_is_there(
         prepare(tmp_path / "set", vocab, [text], config=shared)
 
 
-# --- bad inputs
-
-
 GOOD = corpus(40).encode()
 LATE = GOOD.count(b"\n") + 2
 BAD = {
@@ -399,9 +381,6 @@ def test_bad_vocabularies_are_named_with_a_remedy(tmp_path, case):
     write(tmp_path / "bert" / name, text)
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "set", tmp_path / "bert", [write(tmp_path / "x.txt", "a")], config=config(split=(0.5, 0)))
-
-
-# --- the command
 
 
 def test_the_command_from_end_to_end(tmp_path, vocab, capfd, monkeypatch):
