@@ -139,9 +139,8 @@ def test_settings() -> None:
     assert settings == {"a.b": "1", "a.c": "2", "d.e-f": "3", "seed": "-4", "g.h": "-5"}
     assert rest == "recipe --run x.y runs/v1.2/x=3 --out=a.b".split()
     assert set(FIELDS) == set(Experiment.__dataclass_fields__)
-    with with_data_root({"a.b": "1"}, "x") as settings:
-        assert settings == {"a.b": "1", "domain.root": "x"}
+    assert with_data_root({"a.b": "1"}, "x") == {"a.b": "1", "domain.root": "x"}
     with pytest.raises(ConfigError, match="a.b: a value is missing; write --a.b VALUE"):
         split_settings(["--a.b"])
     with pytest.raises(ConfigError, match="data-root: is the same as --domain.root; give one of them"):
-        with_data_root({"domain.root": "y"}, "x").__enter__()
+        with_data_root({"domain.root": "y"}, "x")

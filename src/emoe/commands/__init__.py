@@ -36,6 +36,8 @@ def run(command: str, words: list[str]) -> int:
         if message is None:
             raise
     for line in message.splitlines():
+        if line.startswith("domain.root: no such field") and "--data-root" in " ".join(words):
+            line = "data-root: the data of this run come from no such folder; leave it out"
         print(f"emoe {command}: {line}", file=sys.stderr)
     return code
 

@@ -23,9 +23,9 @@ import inspect
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from textwrap import dedent
+from collections.abc import Callable, Collection, Mapping, Sequence
+from shutil import get_terminal_size
+from textwrap import dedent, fill
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from emoe.commands.values import Range, read, unwrap
@@ -44,12 +44,7 @@ COMMON = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose help ends with examples as they are typed, and whose errors are one line."""
-
-    examples = ""
-
-    def format_help(self) -> str:
-        return super().format_help() + self.examples
+    """argparse whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -64,8 +59,14 @@ class Command:
     def __init__(self, name: str, target: Callable[..., Any], doc: str | None = None):
         self.name, self.target = name, target
         description, self._help, examples = read_docstring(inspect.cleandoc(doc or target.__doc__ or ""))
-        self.parser = Parser(name, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        self.parser.examples = examples
+        self.parser = Parser(
+            name,
+            description=fill(description, get_terminal_size().columns - 2),
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
         self.names: set[str] = set()  # of arguments
         self._groups: dict[str, Any] = {}  # parameters that are dataclasses
         self._add_all(target)
@@ -161,8 +162,8 @@ def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], str]:
     entries = re.findall(r"^(\w+)(?: \((.*?)\))?: (.*(?:\n +.*)*)", sections.get("Args", ""), flags=re.MULTILINE)
     helps = {name: ("", text) for name, text in COMMON.items()}
     helps |= {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
-    examples = "".join(f"  {line}\n" for line in sections.get("Examples", "").rstrip().splitlines())
-    return " ".join(description.split()), helps, f"\nexamples:\n{examples}" if examples else ""
+    examples = "".join(f"\n  {line}" for line in sections.get("Examples", "").rstrip().splitlines())
+    return " ".join(description.split()), helps, f"examples:{examples}" if examples else ""
 
 
 def split_settings(
@@ -188,17 +189,8 @@ def split_settings(
     return rest, settings
 
 
-@contextmanager
-def with_data_root(settings: Mapping[str, str], folder: str | None) -> Iterator[Mapping[str, str]]:
-    """The settings with `--data-root` as the domain's root, and an error that names it where the domain has none."""
-    if folder is None:
-        yield settings
-        return
-    if "domain.root" in settings:
+def with_data_root(settings: Mapping[str, str], folder: str | None) -> Mapping[str, str]:
+    """The settings with `--data-root` as the domain's root."""
+    if folder is not None and "domain.root" in settings:
         raise ConfigError(["data-root: is the same as --domain.root; give one of them"])
-    try:
-        yield {**settings, "domain.root": folder}
-    except ConfigError as error:
-        lost = "data-root: the data of this run come from no such folder; leave it out"
-        wrong = "domain.root: no such field"
-        raise ConfigError([lost if line.startswith(wrong) else line for line in error.problems]) from None
+    return settings if folder is None else {**settings, "domain.root": folder}

@@ -76,8 +76,7 @@ def evaluate(
     everything, likelihoods = Results(), []
     for folder in runs:
         began = time.monotonic()
-        with args.with_data_root(settings, data_root) as fields:
-            run = load_run(folder, device=device, settings=fields)
+        run = load_run(folder, device=device, settings=args.with_data_root(settings, data_root))
         files = [path for path in (run.eval_file, results) if path is not None]
         for path in filter(Path.exists, files):
             Results.load(path)  # a file that cannot be merged into is refused before the work

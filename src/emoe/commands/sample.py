@@ -77,8 +77,7 @@ def sample(
     from emoe.runs.completion import check_beginnings, prepare
     from emoe.runs.train import load_run
 
-    with args.with_data_root(settings, data_root) as fields:
-        opened = load_run(run, device=device, settings=fields)
+    opened = load_run(run, device=device, settings=args.with_data_root(settings, data_root))
     nfe = nfe or opened.default_nfe
     outcome: dict[str, Any] = {"nfe": nfe}
     if not source:

@@ -108,8 +108,7 @@ def configure(recipe: str, settings: Mapping[str, str], data_root: str | None) -
     from emoe.experiment import customise
     from emoe.recipes import get_recipe
 
-    with args.with_data_root(settings, data_root) as fields:
-        return customise(get_recipe(recipe), fields)
+    return customise(get_recipe(recipe), args.with_data_root(settings, data_root))
 
 
 def main(words: list[str]) -> int:
