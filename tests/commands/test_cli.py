@@ -98,7 +98,7 @@ train toy-8modes-emoe --device gpu | device: 'gpu' is not known | allowed: auto,
 train toy-8modes-emoe --data-root x | data-root: the data of this run come from no such folder
 sample x --nfe 1,2 | nfe: expected one whole number >= 1 and <= 10000, got '1,2'
 sample x | run: x is no run folder | emoe train RECIPE
-sample x --keep 0 | keep: says what is done with given rows; add --given FILE
+sample x --keep 0 | keep: applies to given rows only; add --given FILE
 sample x --given 1 --continue 1 | continue: is another way of giving rows; give either --given or --continue
 sample x --given | --given: expected at least one argument
 eval x --likelihood bond@4 | likelihood: 'bond@4' is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K

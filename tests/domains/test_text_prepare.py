@@ -182,7 +182,7 @@ def test_folders_are_sorted_and_splits_kept_apart(tmp_path):
     assert notes == [f"{folder}: 1 files are no text by their names and are left out"]
     sources = find_sources({"train": [folder]}, "auto", notes.append)
     assert {source.split for source in sources} == {"train"} and len(sources) == 2
-    assert any("is left out of train, its name says test" in line for line in notes)
+    assert any("is left out of train, its name gives test" in line for line in notes)
     one, two = write(tmp_path / "a.txt", "a b"), write(tmp_path / "b.txt", "a b")
     with pytest.raises(DataError, match=r"a.txt: is given in train and in test"):
         find_sources({"train": [one], "test": [tmp_path / "." / "a.txt"]}, "auto", print)

@@ -70,10 +70,10 @@ def prepare(
 
     Inputs are text files, also packed (.gz, .xz, .bz2) or in archives (.tar, .tar.gz), or folders of them; one line is
     a sentence or paragraph, empty lines separate documents. Names such as train, valid and test, and those of the One
-    Billion Word benchmark, say the split. A run that was stopped goes on when it is started again.
+    Billion Word benchmark, give the split. A run that was stopped continues when it is started again.
 
     Args:
-        inputs: files and folders whose names say the split
+        inputs: files and folders whose names give the split
         train (FILE): files and folders to train on
         valid (FILE): files and folders to validate with
         test (FILE): files and folders to test with

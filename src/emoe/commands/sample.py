@@ -73,7 +73,7 @@ def sample(
     source = given or continue_
     if not source and (keep is not None or ink != "auto"):
         name = "ink" if keep is None else "keep"
-        raise ConfigError([f"{name}: says what is done with given rows; add --given FILE"])
+        raise ConfigError([f"{name}: applies to given rows only; add --given FILE"])
     from emoe.runs.completion import check_beginnings, prepare
     from emoe.runs.train import load_run
 

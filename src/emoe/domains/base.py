@@ -94,7 +94,7 @@ class Domain(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DomainConfig(Family, package="emoe.domains", shared=("base", "metrics", "reading")):
-    """Where the rows come from. `build(seed)` makes the domain; equal configs and seeds give equal rows.
+    """Config of a domain. `build(seed)` makes the domain; equal configs and seeds give equal rows.
 
     The other methods read and write rows without the data, so a trained model works on a machine that lacks them.
     """

@@ -9,7 +9,7 @@ import csv
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,29 +100,25 @@ def parse(lines: Iterable[str], holes: Sequence[str] = ()) -> Table:
 
     `holes` are cells that become NaN.
     """
-    table = [(number, cells, [_number(cell, holes) for cell in cells]) for number, cells in _cells(lines)]
-    if table and set(table[0][2]) == {None}:
-        table = table[1:]
-    for number, cells, values in table:
-        if None in values:
-            column = values.index(None)
-            remedy = "neither a token nor ?" if holes else NO_NUMBER
-            raise DataError(f"line {number}, column {column + 1} holds {cells[column]!r}, {remedy}")
-        first, width = table[0][0], len(table[0][1])
-        if len(cells) != width:
-            problem = f"line {number} has {len(cells)} values, but line {first} has {width}"
-            raise DataError(f"{problem}; all rows must be equally long")
-    return Table(np.array([values for *_, values in table], np.float64), [number for number, *_ in table])
-
-
-def _cells(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells) of every line that is not blank; the first one decides what separates cells."""
-    separator = ""
+    separator, numbers, rows = "", list[int](), list[list[float | None]]()
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            separator = separator or next((sign for sign in ";," if sign in line), " ")
-            cells = line.split() if separator == " " else next(csv.reader([line], delimiter=separator))
-            yield number, [cell.strip() for cell in cells]
+        if not line.strip():
+            continue
+        is_first = not separator
+        separator = separator or next((sign for sign in ";," if sign in line), " ")
+        cells = line.split() if separator == " " else next(csv.reader([line], delimiter=separator))
+        values = [_number(cell.strip(), holes) for cell in cells]
+        if is_first and set(values) == {None}:
+            continue
+        if None in values:
+            column, remedy = values.index(None), "neither a token nor ?" if holes else NO_NUMBER
+            raise DataError(f"line {number}, column {column + 1} holds {cells[column].strip()!r}, {remedy}")
+        if rows and len(values) != len(rows[0]):
+            problem = f"line {number} has {len(values)} values, but line {numbers[0]} has {len(rows[0])}"
+            raise DataError(f"{problem}; all rows must be equally long")
+        numbers.append(number)
+        rows.append(values)
+    return Table(np.array(rows, np.float64), numbers)
 
 
 def _number(cell: str, holes: Sequence[str]) -> float | None:

@@ -1,4 +1,4 @@
-"""Rows of tied symbols whose support is known exactly: can one step keep positions in agreement?"""
+"""Rows of tied symbols with a known support: they show whether positions that are drawn at once agree."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
 from emoe.domains.text.given import read_texts
 from emoe.domains.text.metrics import measure_rows
 from emoe.domains.text.prepare import MANIFEST, SCHEMA, TOKEN
-from emoe.domains.text.reading import SPLITS
+from emoe.domains.text.reading import SPLITS, sha256_of
 from emoe.domains.text.tokens import Vocabulary, read_vocabulary
 from emoe.figures import panels
 from emoe.types import Measurement, TokenSpace
@@ -136,12 +135,11 @@ def open_rows(folder: Path, manifest: Mapping[str, Any], split: str, *, verify: 
     entry = manifest["splits"][split]
     path, shape = folder / f"{split}.bin", (entry["rows"], manifest["length"])
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size != shape[0] * shape[1] * TOKEN.itemsize:
-                raise DataError(f"{path}: has {size:,} bytes, not those of {shape[0]:,} rows of {shape[1]}; {AGAIN}")
-            if verify and hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                raise DataError(f"{path}: is damaged, its sha256 is not that of {MANIFEST}; {AGAIN}")
+        size = path.stat().st_size
+        if size != shape[0] * shape[1] * TOKEN.itemsize:
+            raise DataError(f"{path}: has {size:,} bytes, not those of {shape[0]:,} rows of {shape[1]}; {AGAIN}")
+        if verify and sha256_of(path) != entry["sha256"]:
+            raise DataError(f"{path}: is damaged, its sha256 is not that of {MANIFEST}; {AGAIN}")
         # Private pages: the file may be read-only, and changes of the tensor do not reach it.
         return torch.from_numpy(np.memmap(path, TOKEN, mode="c", shape=shape))
     except OSError as error:

@@ -49,7 +49,7 @@ def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: 
 
 
 def _read_text(text: str, vocabulary: Vocabulary, space: TokenSpace, wrap: bool) -> list[int]:
-    """A row of L tokens; the room that is left is wanted where `___` says, else behind the text."""
+    """A row of L tokens; `___` takes the room that is left, without it the end of the row does."""
     encode, special = encoder(vocabulary), vocabulary.special
     tokens, room, start = [special["cls"]] * wrap, list[int](), 0  # room: index of ___
     for mark in MARK.finditer(text):

@@ -1,4 +1,4 @@
-"""Text to packed rows of tokens, in parallel, never with the corpus in memory, and never half a set.
+"""Prepare rows of tokens from text, in parallel and with bounded memory; a set is written whole or not at all.
 
 The text is read in slices of a few MB. Threads encode them (the library does so without Python's lock) and write each
 as a part, a file in a folder beside the target, which a stopped run uses again. Then the tokens of all lines, each
@@ -75,7 +75,7 @@ def prepare(
     Args:
         out: The folder of the set; it is made, and must not hold anything else.
         tokenizer: `vocab.txt`, `tokenizer.json`, or the folder of one.
-        inputs: Files, archives and folders whose names say the split; files whose names do not are for training.
+        inputs: Files, archives and folders whose names give the split; other files are for training.
         train: Files, archives and folders to train on.
         valid: The same to validate with.
         test: The same to test with.
@@ -110,7 +110,7 @@ def _check_splits(sources: Sources, config: PrepareConfig) -> None:
     if not sources:
         raise ConfigError(["inputs: none are given; name files or folders, or --train, --valid and --test"])
     if None not in splits and "train" not in splits:
-        raise ConfigError(["train: no file is for training by its name; say so: --train FILES"])
+        raise ConfigError(["train: no file is for training by its name; give some: --train FILES"])
     if splits == {"train"} and config.split is None:
         raise ConfigError(["split: nothing is held out; give --valid or --test, or shares: --split 0.005,0.005"])
 

@@ -1,7 +1,7 @@
 """Files of text: which belong to which split, and their content in slices of bounded size.
 
-Plain files, .gz, .xz and .bz2 are told apart by their content, archives (.tar, .tar.gz, .tgz, .tar.xz) by their name.
-Members of an archive are read as they pass by; nothing is unpacked onto the disk. Nothing here imports torch.
+Compression (.gz, .xz, .bz2 or none) is recognised by the content, archives (.tar, .tar.gz, .tgz, .tar.xz) by the name.
+They are read as streams; nothing is unpacked onto the disk. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split_of(name: str) -> Split | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether a file of a folder or an archive is one to read, by its name."""
+    """Whether the name of a file in a folder or an archive is that of a text to read."""
     base = PurePosixPath(name.replace("\\", "/")).name.lower()
     if shard := SHARD.match(base):  # news.en-00000-of-00100 holds the same sentences as the held-out shards
         return bool(shard[1]) or int(shard[2]) > 0
@@ -87,14 +87,14 @@ def is_text(name: str) -> bool:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file is a tar, by its name."""
+    """Whether a file has the name of a tar."""
     return re.search(r"\.(tar(\.\w+)?|tgz|txz|tbz2?)$", path.name.lower()) is not None
 
 
 def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, note: Note) -> list[Source]:
-    """All files to read: training first, each split in the order it was given, folders in the order of their names.
+    """All files to read: training first, each split in the given order, the files of a folder sorted by name.
 
-    `named` has files and folders of the splits, and under None those whose names say the split.
+    `named` has files and folders of the splits, and under None those whose names give the split.
     """
     sources: list[Source] = []
     for given, paths in named.items():
@@ -121,7 +121,7 @@ def _in_folder(folder: Path, given: Split | None, style: Detokenise, note: Note)
     for file in texts:
         by_name = split_of(str(file.relative_to(folder)))
         if given is not None and by_name not in (None, given):
-            note(f"{file}: is left out of {given}, its name says {by_name}")
+            note(f"{file}: is left out of {given}, its name gives {by_name}")
         else:
             yield Source(file, given or by_name or "train", style)
 

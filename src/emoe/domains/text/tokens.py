@@ -95,7 +95,7 @@ def _from_json(path: Path, content: bytes) -> dict[int, str]:
 
 
 class Encoder:
-    """Turns lines into tokens, without any special ones: `[MASK]` in a text is three tokens, as any other word."""
+    """Encodes lines without special tokens: `[MASK]` in a text is three tokens, like any other word."""
 
     def __init__(self, vocabulary: Vocabulary):
         library = load_library()
