@@ -41,17 +41,19 @@ def fit(
     rng: Rng,
     run_dir: Path,
     resume: bool = False,
+    claim: Callable[[], object] = lambda: None,
     meta: Mapping[str, Any] = {},
     callbacks: Sequence[Callback] = (),
     world: World = ALONE,
 ) -> FitResult:
-    """Train `module` to `train.steps` updates in `run_dir`, whose lock is held meanwhile.
+    """Train `module` to `train.steps` updates in `run_dir`, which is locked from `claim()` to the end.
 
     A run that is killed at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a
     CPU; on a GPU if it is `deterministic`).
 
     With a `world` of several processes all of them call this with the same arguments, except for the rank of `rng` and
-    its part of the batches. They stop at the same step when one of them is asked to; rank 0 writes everything.
+    its part of the batches. They stop at the same step when one of them is asked to. Rank 0 calls `claim` and writes
+    all files.
 
     Raises:
         StorageError: A checkpoint cannot be written or read.
@@ -64,9 +66,13 @@ def fit(
     folder, watching = run_dir / "checkpoints", callbacks if world.leads else ()
     with ExitStack() as stack:
         stack.enter_context(arithmetic(train.precision, deterministic=train.deterministic))
-        if world.leads:
+
+        def begin() -> None:
             stack.enter_context(run_lock(run_dir))
+            claim()
             prepare(folder)
+
+        world.lead(begin)
         stepper = Stepper(module, batches, ramps, optim=optim, train=train, rng=rng, world=world)
         step = start = _restore(stepper, folder) if resume else 0
         world.check_same(str(start), "they read different checkpoints; all must see the same run folder")

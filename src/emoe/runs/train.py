@@ -24,7 +24,6 @@ from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
 from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
-from emoe.files import run_lock
 from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
@@ -87,12 +86,6 @@ def train(
         data = domain.sha256
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
         world.check_same(everything, "they were started with other fields, data or versions; use the same command")
-
-        def claim() -> None:
-            stack.enter_context(run_lock(path))  # held until the training has ended
-            _claim(path, experiment, resume, data, parts)
-
-        world.lead(claim)
         if stop is None:
             stop = stack.enter_context(StopSignal())
         meta = {"experiment": experiment.name, "rows": len(domain.rows), "data": data, "space": vars(domain.space)}
@@ -107,6 +100,7 @@ def train(
             rng=Rng(derive_seed(experiment.seed, "train"), device=where, rank=world.rank, world=world.size),
             run_dir=path,
             resume=resume,
+            claim=lambda: _claim(path, experiment, resume, data, parts),
             meta=meta,
             # The warning comes before what shows it.
             callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *callbacks, stop],
