@@ -191,14 +191,11 @@ def split(group: str, members: Mapping[str, Tensor], limit: float) -> dict[str, 
 
 def to_bytes(members: Mapping[str, Tensor]) -> bytes:
     """Contents of the safetensors file of these tensors, whatever their device, layout and order."""
-    ready, addresses = dict[str, Tensor](), set()
+    copies = {}
     for name, tensor in sorted(members.items()):
-        tensor = tensor.detach().cpu().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        # The format refuses tensors that share memory (tied weights, views of a buffer); a copy is the same.
-        ready[name] = tensor.clone() if address in addresses else tensor
-        addresses.add(address)
-    return safetensors.torch.save(ready)
+        # The format refuses tensors that share memory (tied weights, views of a buffer).
+        copies[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return safetensors.torch.save(copies)
 
 
 def read_tensors(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:

@@ -62,10 +62,6 @@ class Optimizer:
         self.ema: list[Tensor] = [p.detach().clone() for p in self.params] if ema else []
         self.grad_norm, self.skipped, self.skipped_in_row = torch.zeros(3, device=self.params[0].device).unbind()
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.adam.zero_grad(set_to_none=True)
-
     @torch.no_grad()
     def step(self, loss: Tensor, valid: Tensor | None = None) -> None:
         """Apply the gradients of `loss`, unless it is not valid."""
