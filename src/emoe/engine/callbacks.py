@@ -23,7 +23,7 @@ from emoe.engine.metricslog import read_metrics
 from emoe.rng import derive_seed
 
 _SHOW_CURSOR = b"\x1b[?25h"
-GRACE, PATIENCE = 0.1, 0.04  # shares of training: before collapse is looked for, and for which it must last
+GRACE, PATIENCE = 0.1, 0.04  # shares of training: without checks for collapse at first, and for which it must last
 
 
 class Stop(NamedTuple):
@@ -98,7 +98,8 @@ class ProgressBar(Callback):
         self.progress = Progress(0, quiet=True)
 
     def on_start(self, info: FitInfo) -> None:
-        self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet).__enter__()
+        self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet)
+        self.progress.update(info.start)
         for note in info.notes:
             self.progress.note(note)
 
@@ -142,7 +143,7 @@ class WandB(Callback):
             import wandb
         except ImportError:
             raise ConfigError(["wandb: the package is missing; pip install wandb"]) from None
-        # Folders of several sweeps have the same name: the id is of the whole path.
+        # Folders of several sweeps have the same name: the id is that of the whole path.
         id_ = f"{derive_seed(info.run_dir.resolve()):016x}"
         self.run: Any = wandb.init(dir=str(info.run_dir), name=info.run_dir.name, id=id_, resume="allow")
 
@@ -244,10 +245,9 @@ class CollapseError(RuntimeError):
 
 
 class CollapseWarning(Callback):
-    """Warns once, or ends the run, when `describe` finds posterior collapse for a while.
+    """Warns once, or ends the run, when `describe` finds posterior collapse in all records over a 25th of all steps.
 
-    After the first tenth of training all records over a 25th of all steps must show it, whatever the interval between
-    two records.
+    The first tenth of training is not checked. A resumed run reads the earlier records again.
     """
 
     def __init__(self, describe: Function[[Mapping[str, Any]], str | None], *, stop: bool = False):
@@ -256,11 +256,9 @@ class CollapseWarning(Callback):
         self._total, self._since, self._warned = 0, math.inf, False
 
     def on_start(self, info: FitInfo) -> None:
-        self._total, records = info.total, info.records()
-        warned = any("warning" in record for record in records)
-        for record in records:
+        self._total = info.total
+        for record in info.records():
             self.on_log(record)
-        self._warned = warned
 
     def on_log(self, record: dict[str, Any]) -> None:
         step = record["step"]
