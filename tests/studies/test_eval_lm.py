@@ -100,7 +100,7 @@ def test_samples_that_are_cut_dropped_or_read_in_windows():
     long = score_tokens(Table(context=4), [[A, B, A, B, A, B], [A, B, A]], "paper")
     parts = score_tokens(Table(), [[A, B, A, B], [A, B], [A, B, A]], "paper")
     assert long.counted.tolist() == [6, 3] and long.nll.sum() == pytest.approx(parts.nll.sum().item())
-    unstarted = score_tokens(Table(context=4), [[A, B, A, B, A, B], [A, B, A]], Setting(name="x", start=False))
+    unstarted = score_tokens(Table(context=4), [[A, B, A, B, A, B], [A, B, A]], Setting(start=False))
     assert unstarted.counted.tolist() == [4, 2]  # the first of each window is not scored
 
 
