@@ -105,14 +105,14 @@ class RunLM(EvalLM):
             return nnf.cross_entropy(logits, part.flatten(), reduction="none").view(part.shape).double()
 
         if self._scored is None or not torch.equal(self._scored[0], tokens):
-            self._scored = tokens.clone(), self._in_parts(score, tokens, self.space.size)
+            self._scored = tokens.clone(), _in_parts(score, tokens, self.space.size, self.run.device)
         return self._scored[1].clone()
 
     @torch.no_grad()
     def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
         self._check(text)
-        symbols = self.backbone.head_weights()[0].shape[1]
-        return self._in_parts(lambda part: self._hidden(part).float().mean(1), rows, symbols)
+        width = self.backbone.head_weights()[0].shape[1]
+        return _in_parts(lambda part: self._hidden(part).float().mean(1), rows, width, self.run.device)
 
     def describe(self) -> dict[str, Any]:
         experiment = self.run.experiment
@@ -122,13 +122,6 @@ class RunLM(EvalLM):
     def _hidden(self, tokens: Int[Tensor, "B W"]) -> Float[Tensor, "B W K"]:
         shifted = nnf.pad(tokens[:, :-1], (1, 0), value=self.space.mask_id)
         return self.backbone(shifted, torch.zeros(len(tokens), device=tokens.device)).h
-
-    def _in_parts(
-        self, function: Callable[[Tensor], Tensor], tokens: Int[Tensor, "B W"], symbols: int
-    ) -> Float[Tensor, "B *rest"]:
-        """Values of a function of rows, computed in parts, on the CPU."""
-        parts = tokens.split(_batch(tokens.shape[1], symbols))
-        return torch.cat([function(part.to(self.run.device)).cpu() for part in parts])
 
     def _check(self, text: Text) -> None:
         same = (self.space.size, self.space.mask_id) == (text.space.size, text.space.mask_id)
@@ -178,15 +171,9 @@ class HuggingFaceLM(EvalLM):
 
     def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
         """Tokens of the decoded rows, with special tokens as text; none are added."""
-        return self.encode_texts(text.decode(rows))
-
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of texts."""
-        if not texts:
-            return []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about texts longer than the context, which are read in windows
-            encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            encoded = self.tokenizer(text.decode(rows), add_special_tokens=False, verbose=False)["input_ids"]
         return [list(map(int, ids)) for ids in encoded]
 
     @torch.no_grad()
@@ -194,18 +181,18 @@ class HuggingFaceLM(EvalLM):
         """See `EvalLM.nll`. Tokens to the right change nothing, so rows may be filled up with any token."""
         if start and self.start is None:
             raise ConfigError([f"setting: {self.name} has no start token; use a setting that does not score the first"])
-        parts = []
-        for part in tokens.split(_batch(tokens.shape[1], self.model.config.vocab_size)):
-            part = part.to(self.model.device)
+
+        def score(part: Int[Tensor, "b W"]) -> Float[Tensor, "b W"]:
             given, target = part[:, :-1], part[:, 1:]
             if start:
                 given, target = torch.cat([part.new_full((len(part), 1), self.start), given], 1), part
-            scored = part.new_zeros(len(part), 0).double()
+            nll = part.new_zeros(len(part), 0).double()
             if given.shape[1]:
                 logits = self.model(given, use_cache=False).logits.transpose(1, 2)
-                scored = nnf.cross_entropy(logits, target, reduction="none").double()
-            parts.append((scored if start else nnf.pad(scored, (1, 0), value=math.nan)).cpu())
-        return torch.cat(parts)
+                nll = nnf.cross_entropy(logits, target, reduction="none").double()
+            return nll if start else nnf.pad(nll, (1, 0), value=math.nan)
+
+        return _in_parts(score, tokens, self.model.config.vocab_size, self.model.device)
 
     @torch.no_grad()
     def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
@@ -248,8 +235,14 @@ def fill(tokens: Sequence[Sequence[int]], end: int) -> tuple[Int[Tensor, "n W"],
     return pad_sequence(rows, batch_first=True, padding_value=end), torch.tensor([len(row) for row in rows])
 
 
-def _batch(length: int, symbols: int) -> int:
-    return max(1, LOGITS // max(1, length * symbols))
+def _batch(length: int, size: int) -> int:
+    return max(1, LOGITS // max(1, length * size))
+
+
+def _in_parts(function: Callable[[Tensor], Tensor], tokens: Int[Tensor, "B W"], size: int, device: Any) -> Tensor:
+    """Results of a function of rows, of `size` numbers per token, computed in parts on a device, on the CPU."""
+    parts = tokens.split(_batch(tokens.shape[1], size))
+    return torch.cat([function(part.to(device)).cpu() for part in parts])
 
 
 def _tokenizer_of(domain: Domain) -> str | None:
