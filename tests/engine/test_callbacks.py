@@ -1,4 +1,4 @@
-"""Callbacks: what they see and when, early ends, posterior collapse at the same step however a run is logged."""
+"""Callbacks: order of calls, early ends, posterior collapse at the same step with any interval of log records."""
 
 from __future__ import annotations
 
@@ -163,10 +163,13 @@ def warned(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("ill", "expected"),
-    [(range(15), []), ([*range(20, 24), *range(60, 64)], []), ([*range(20, 24), *range(60, 90)], [64]),
-     ([*range(20, 30), *range(60, 90)], [24])],
-    ids=["early", "short", "long-enough", "twice"],
-)  # fmt: skip
+    [
+        (range(15), []),  # early
+        ([*range(20, 24), *range(60, 64)], []),  # short
+        ([*range(20, 24), *range(60, 90)], [64]),
+        ([*range(20, 30), *range(60, 90)], [24]),  # twice
+    ],
+)
 def test_a_warning_is_given_once_when_it_has_lasted(ill: Sequence[int], expected: list[int], tmp_path: Path) -> None:
     fit_ill(tmp_path, ill)
     assert warned(tmp_path) == expected

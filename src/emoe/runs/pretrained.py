@@ -36,11 +36,9 @@ Precision = Literal["fp16", "bf16"]
 
 SCHEMA = 2
 CONFIG, MODEL = "config.json", "model.safetensors"
-LICENCE = "Apache-2.0"
 PACKAGED = Path(__file__).parents[1] / "weights"
 AGAIN = "get the release again from where it came from"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def release(
     name: str | None = None,
     precision: Precision = "fp16",
     unfinished: bool = False,
-    licence: str = LICENCE,
+    licence: str = "Apache-2.0",
 ) -> Release:
     """Write the weights of a finished run as `out/NAME`, whole or not at all.
 
@@ -183,8 +181,9 @@ def _unknown(path: Path) -> list[str]:
 def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The state with its parameters in 16 bits, and max |w - rounded w| by parameter."""
     tensors, errors = dict(method.state_dict()), dict[str, float]()
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     for name, _ in method.named_parameters(remove_duplicate=False):
-        weight, rounded = tensors[name], tensors[name].to(_DTYPES[precision])
+        weight, rounded = tensors[name], tensors[name].to(dtype)
         if not weight.isfinite().all():
             raise ConfigError(f"run: {name} is not finite; look at metrics.jsonl for where that began")
         if not rounded.isfinite().all():

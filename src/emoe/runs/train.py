@@ -88,8 +88,7 @@ def train(
         if stop is None:
             stop = stack.enter_context(StopSignal())
         meta = {"experiment": experiment.name, "rows": len(domain.rows), "data": data, "space": vars(domain.space)}
-        if parts > 1:
-            meta["parts"] = parts
+        meta |= {"parts": parts} if parts > 1 else {}
         result = fit(
             method,
             domain.batches(config.batch, experiment.seed, device=where, rank=world.rank, world=world.size),
