@@ -27,7 +27,7 @@ from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.overrides import as_text, differences, override, paths
-from emoe.ramps import Constant, Decay, Exponential, Linear, Ramp
+from emoe.ramps import Constant, Ramp
 from emoe.recipes import all_recipes, get_recipe
 from emoe.routing.compare import CompareConfig
 from emoe.types import Needs
@@ -128,22 +128,6 @@ def test_a_config_checks_its_ranges_when_it_is_made_in_python() -> None:
     assert problems(lambda: TrainConfig(steps=-(10**400)))[0].startswith("steps: must be >= 1, got -1000")
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().steps = 5  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("value", "ramp"),
-    [
-        (0.5, Constant(value=0.5)),
-        (2, Constant(value=2.0)),
-        ({"kind": "linear", "start": 1, "end": 0.5, "steps": 10}, Linear(start=1.0, end=0.5, steps=10)),
-        ({"kind": "exponential", "start": 1, "end": 0.5}, Exponential(start=1.0, end=0.5)),
-        ({"kind": "decay", "rate": 1e-3, "floor": 0.1}, Decay(rate=1e-3, floor=0.1)),
-    ],
-)
-def test_ramps(value: Any, ramp: Ramp) -> None:
-    loaded = from_dict(Experiment, changed("method.relax_tau", value))
-    assert isinstance(loaded.method, EMoEConfig) and loaded.method.relax_tau == ramp
-    assert to_dict(loaded)["method"]["relax_tau"]["kind"] == ramp.kind
 
 
 def test_switching_a_family_resets_its_fields() -> None:

@@ -83,9 +83,6 @@ def test_a_recipe_without_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-# --- A tiny text -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of every method on rows of 16 tokens: MDLM is trained for a while, the others for a step."""

@@ -149,9 +149,6 @@ def test_numbers_reach_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == expected
 
 
-# --- Posterior collapse ------------------------------------------------------------------------------------------
-
-
 def fit_ill(folder: Path, ill: Iterable[int], *, steps: int = 100, stop: bool = False, **options: Any) -> FitResult:
     watch = callbacks.CollapseWarning(lambda record: "it is ill; try rest" if record["ill"] else None, stop=stop)
     return fit_line(Line(ill=ill), folder, steps, callbacks=[watch], save_every=10, keep=20, **options)
