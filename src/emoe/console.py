@@ -102,7 +102,7 @@ def _rich_bar(stream: Any) -> Any:
 
 @contextlib.contextmanager
 def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
-    """Show how much of `total` is done and how long the rest takes.
+    """Show the progress towards `total` and the remaining time.
 
     A terminal gets a bar after `LINE_SECONDS`; elsewhere there is a line every `LINE_SECONDS`.
     """

@@ -195,7 +195,7 @@ def to_bytes(members: Mapping[str, Tensor]) -> bytes:
 def read_tensors(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:
     """The tensors of a file with this SHA-256; a StorageError with the remedy if they cannot be read."""
     data = storage.read_verified(path, sha256, remedy)
-    # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
+    # The library would read a zip or a pickle as an absurd header length, so the form is checked first.
     if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
         raise StorageError(path, "is no safetensors file; pickles and other formats are never loaded", remedy)
     try:

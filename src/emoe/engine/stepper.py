@@ -35,7 +35,7 @@ class TrainConfig(Config):
     batch: int = option(512, doc="rows per update, over all ranks", low=1)
     accumulate: int = option(1, doc="equal parts of a process's rows per update, to save memory", low=1, neutral=True)
     ema: float = option(0.0, doc="decay of the moving average of the weights; 0 = none", low=0, high=0.999999)
-    precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs know fp32 and bf16 only")
+    precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs have only fp32 and bf16")
     cuda_graph: bool = option(True, doc="capture the step as a CUDA graph where there is a GPU", neutral=True)
     deterministic: bool = option(False, doc="only kernels that repeat their bits: slower, but exact on a GPU too")
     log_every: int = option(100, doc="steps between two log records", low=1, neutral=True)

@@ -211,8 +211,9 @@ def open_eval_lm(folder: str | Path, *, device: str = "auto") -> EvalLM:
     """An evaluation LM by its folder: a run, which has an `experiment.json`, or a Hugging Face model."""
     path = Path(folder)
     if not path.is_dir():
-        problem = f"{path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"
-        raise ConfigError([f"eval-lm: {problem}"])
+        raise ConfigError(
+            f"eval-lm: {path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"
+        )
     if (path / "experiment.json").is_file():
         return RunLM(load_run(path, device=device))
     return HuggingFaceLM(path, device=device)
