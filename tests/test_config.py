@@ -241,7 +241,7 @@ TEXTS: list[tuple[dict[str, str], str, Any]] = [
         "method.compare",
         COMPARE,
     ),
-    ({"method.schedule": "cosine"}, "method.schedule", {"kind": "cosine"}),
+    ({"method.schedule": "loglinear"}, "method.schedule", {"kind": "loglinear", "eps": 0.001}),
     ({"eval.sampler": '{"nucleus": 0.5}'}, "eval.sampler", {"kind": "plain", "nucleus": 0.5}),
     ({"name": "none"}, "name", "none"),
 ]

@@ -53,16 +53,9 @@ def measure_samples(
     seed: int | None = None,
     keep: Callable[[Pool], None] | None = None,
 ) -> list[Row]:
-    """All metrics of the domain at each NFE.
+    """All metrics of the domain at each NFE, of `samples` rows.
 
-    Args:
-        method: The trained method.
-        domain: The metrics, and fresh data for comparison.
-        experiment: The sampler, and defaults for the other arguments.
-        nfe: Numbers of function evaluations.
-        samples: Rows for each NFE.
-        seed: Seed of samples and fresh data.
-        keep: Called with every pool.
+    The sampler and the defaults are those of the experiment. `keep` is called with every pool.
     """
     config = experiment.eval
     seed = experiment.seed if seed is None else seed
