@@ -12,14 +12,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.diffusion.schedule import LogLinearSchedule
-from emoe.evaluation.likelihood import (
-    coordination_gain,
-    estimate_nll,
-    factorised_nll,
-    in_units,
-    likelihoods,
-    passes,
-)
+from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADD, VADDConfig
@@ -200,9 +193,3 @@ def test_units_and_coordination_gain(tiny):
     perfect = Measurement("nll", math.log(2), 0.0, 10)
     assert coordination_gain(perfect, factorised, 2).value == pytest.approx(0.5 * math.log(2), abs=1e-3)
     assert "nelbo" not in tiny().likelihoods() and "nelbo" in tiny(MDLMConfig()).likelihoods()
-    names, ticks = [Likelihood.parse("bound@1"), Likelihood.parse("iw@2,3")], []
-    measurements = likelihoods(tiny(), train, train[:100] * 2, names, tick=lambda *what: ticks.append(what))
-    metrics = ["nll", "bpd", "ppl", "coordination_gain", "nll", "bpd", "ppl"]
-    assert [item.metric for _, item in measurements] == metrics
-    assert ticks == [(1, "bound@1")] * 8 + [(3, "iw@2,3")] * 4
-    assert sum(map(passes, names)) == sum(size for size, _ in ticks) == 8 + 12

@@ -52,7 +52,7 @@ def test_a_hundred_updates_equal_adam_by_hand(algorithm: str, clip: float | None
     for step in range(100):
         lr.fill_(config.lr_at(step, 100))
         average_decay.fill_(ema_decay(0.9, step))
-        optimizer.zero_grad()
+        module.zero_grad()
         loss = module.loss(step)
         loss.backward()
         optimizer.step(loss.detach())
@@ -100,7 +100,7 @@ def test_a_step_that_is_not_finite_or_not_valid_changes_nothing(bad: float, clip
     optimizer = Optimizer(module, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
 
     def update(step: int, poison: bool) -> None:
-        optimizer.zero_grad()
+        module.zero_grad()
         loss = module.loss(step)
         loss.backward()
         if poison and where == "gradient":
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_finite_or_not_valid_changes_nothing(bad: float, clip
     twin = Bowl(torch.float32)  # the same good steps without the bad ones between them end at the same weights
     plain = Optimizer(twin, config, ema=0.9, lr=torch.tensor(0.1), ema_decay=torch.tensor(0.9))
     for step in range(6):
-        plain.zero_grad()
+        twin.zero_grad()
         loss = twin.loss(step)
         loss.backward()
         plain.step(loss.detach())

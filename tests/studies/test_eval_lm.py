@@ -100,7 +100,7 @@ def test_samples_that_are_cut_dropped_or_read_in_windows():
     long = score_tokens(Table(context=4), [[A, B, A, B, A, B], [A, B, A]], "paper")
     parts = score_tokens(Table(), [[A, B, A, B], [A, B], [A, B, A]], "paper")
     assert long.counted.tolist() == [6, 3] and long.nll.sum() == pytest.approx(parts.nll.sum().item())
-    unstarted = score_tokens(Table(context=4), [[A, B, A, B, A, B], [A, B, A]], Setting(name="x", start=False))
+    unstarted = score_tokens(Table(context=4), [[A, B, A, B, A, B], [A, B, A]], Setting(start=False))
     assert unstarted.counted.tolist() == [4, 2]  # the first of each window is not scored
 
 
@@ -211,7 +211,7 @@ def own_loss(lm: HuggingFaceLM, ids: Sequence[int]) -> float:
 def test_nll_is_the_loss_of_transformers(gpt2):
     lm = HuggingFaceLM(gpt2, device="cpu")
     lm.model.double()
-    texts = lm.encode_texts(["the cat", "a b c d e f g h", "b"])
+    texts = lm.tokenizer(["the cat", "a b c d e f g h", "b"], add_special_tokens=False)["input_ids"]
     assert [len(ids) for ids in texts] == [4, 8, 1] and lm.context == 16 and lm.start == lm.end == 0
     paper = score_tokens(lm, texts, "paper")
     assert paper.nll.tolist() == pytest.approx([own_loss(lm, [0, *ids]) for ids in texts], rel=1e-6)
