@@ -173,13 +173,16 @@ def _read(path: Path, remedy: str) -> bytes:
 
 
 def prepare(root: Path) -> None:
-    """Make a folder, remove temporary folders of dead processes, and raise an error if it is not writable."""
+    """Make a folder, remove temporary files and folders of dead processes, and raise an error if it is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for entry in root.glob(".tmp-*-*"):
             pid = entry.name.rpartition("-")[2]
             if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-                shutil.rmtree(entry, ignore_errors=True)
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
         with tempfile.TemporaryFile(dir=root) as probe:
             probe.write(b"probe")
     except OSError as error:

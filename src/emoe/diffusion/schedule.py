@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -43,3 +45,15 @@ class LogLinearSchedule(LinearSchedule, kind="loglinear"):
 
     def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         return 1 - (1 - self.eps) * t
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSchedule(Schedule, kind="cosine"):
+    """alpha_t = 1 - cos(pi/2 (1 - t)): masks slowly at first."""
+
+    def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        return 1 - torch.cos(math.pi / 2 * (1 - t))
+
+    def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """pi/2 tan(pi/2 (1 - t)) (Eq. 22)."""
+        return math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))
