@@ -76,10 +76,27 @@ def _of_group(value, EACH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.cons
 
 @triton.jit
 def _norm_forward(
-    x, gamma, beta, film, film_stride, y, stats, eps, P: tl.constexpr, C: tl.constexpr,
-    EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr, HAS_FILM: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    beta,
+    film,
+    film_stride,
+    y,
+    stats,
+    eps,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_FILM: tl.constexpr,
+):
     row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     real = c < WIDTH
     channel = tl.program_id(1) * WIDTH + c
@@ -124,10 +141,30 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    x, gamma, beta, film, film_stride, stats, dy, dx, dfilm, partial, B: tl.constexpr, P: tl.constexpr,
-    C: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr, HAS_FILM: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    beta,
+    film,
+    film_stride,
+    stats,
+    dy,
+    dx,
+    dfilm,
+    partial,
+    B: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_FILM: tl.constexpr,
+):
     row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     real = c < WIDTH
     channel = tl.program_id(1) * WIDTH + c
@@ -187,10 +224,8 @@ def _norm_silu(x: Tensor, gamma: Tensor, beta: Tensor, film: Tensor | None, grou
     batch, channels, height, width = x.shape
     y, stats = torch.empty_like(x), torch.empty(batch, 2, channels, device=x.device)
     parts, options = _options(batch, height * width, channels, groups)
-    _norm_forward[(batch, parts)](
-        x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), y, stats, 1e-5,
-        HAS_FILM=film is not None, **options,
-    )  # fmt: skip
+    film_rows = (gamma, 0) if film is None else (film, film.stride(0))
+    _norm_forward[(batch, parts)](x, gamma, beta, *film_rows, y, stats, 1e-5, HAS_FILM=film is not None, **options)
     return y, stats
 
 
@@ -209,10 +244,10 @@ def _norm_silu_backward(
     dx, dfilm = torch.empty_like(x), gamma.new_empty(0) if film is None else film.new_empty(film.shape)
     partial = torch.empty(2, batch, channels, device=x.device)
     parts, options = _options(batch, height * width, channels, groups)
+    film_rows = (gamma, 0) if film is None else (film, film.stride(0))
     _norm_backward[(batch, parts)](
-        x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx, dfilm,
-        partial, B=batch, HAS_FILM=film is not None, **options,
-    )  # fmt: skip
+        x, gamma, beta, *film_rows, stats, dy, dx, dfilm, partial, B=batch, HAS_FILM=film is not None, **options
+    )
     return dx, partial.sum(1), dfilm
 
 
@@ -279,12 +314,10 @@ def _options(batch: int, positions: int, channels: int, groups: int) -> tuple[in
         parts *= 2
     width = channels // parts
     r, lanes = _tile(positions, width, LARGEST, ROUND)
-    return parts, {
-        "P": positions, "C": channels, "EACH": channels // groups, "WIDTH": width, "COUNT": lanes // width,
-        "LANES": lanes, "R": r, "BLOCK_N": triton.next_power_of_2(lanes // width),
-        "BLOCK_C": triton.next_power_of_2(width), "BLOCK_G": triton.next_power_of_2(groups // parts),
-        "UNROLL": UNROLL, "num_warps": min(WARPS, max(1, r * lanes // 512)),
-    }  # fmt: skip
+    tile = dict(WIDTH=width, COUNT=lanes // width, LANES=lanes, R=r, UNROLL=UNROLL)
+    blocks = dict(BLOCK_N=lanes // width, BLOCK_C=width, BLOCK_G=groups // parts)
+    options = dict(P=positions, C=channels, EACH=channels // groups, num_warps=min(WARPS, max(1, r * lanes // 512)))
+    return parts, options | tile | {name: triton.next_power_of_2(size) for name, size in blocks.items()}
 
 
 def norm_silu(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, film: Tensor | None = None) -> Tensor:
