@@ -13,6 +13,7 @@ from torch import Tensor
 
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
+from emoe.diffusion import categorical
 from emoe.diffusion.masking import subs
 from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.domains.toy import Toy, ToyConfig, validity_of_law
@@ -124,14 +125,16 @@ def test_measures_of_a_law():
         exact_nll(data, torch.tensor([[0, 2]]))
 
 
-def test_too_large_laws_are_refused_before_anything_is_run(tiny):
+def test_too_large_laws_are_refused_before_anything_is_run(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(categorical, "BUDGET", 511)
     rows = torch.tensor([[1, 1], [1, 0]])
     method = tiny(EMoEConfig(experts=4), depth=3)
     with pytest.raises(ConfigError, match=r"budget: 4\^\(2 \* 2\) routes .* 2 rows; .* more than 511"):
-        method.components(rows, 0.5, budget=511)
-    assert method.components(rows, 0.5, budget=512).log_weight.shape == (2, 256)
-    with pytest.raises(ConfigError, match="VADD has 300 values"):
-        tiny(VADDConfig(latent=4)).components(rows, 0.5, samples=300, budget=299)
+        method.components(rows, 0.5)
+    with pytest.raises(ConfigError, match="VADD has 2048 values"):
+        tiny(VADDConfig(latent=4)).components(rows, 0.5)
+    monkeypatch.setattr(categorical, "BUDGET", 512)
+    assert method.components(rows, 0.5).log_weight.shape == (2, 256)
     with pytest.raises(ConfigError, match="too many to enumerate"):
         chain_law(tiny(EMoEConfig(experts=8), length=8), 1)
     large = MDLMConfig().build(TokenSpace(51, 50, 12), TransformerConfig(width=8, hidden=8, heads=2, time_size=4))

@@ -16,6 +16,7 @@ from emoe.types import Tokens
 
 AT_ONCE = 4096  # positions that a sampler draws from at a time
 ROWS = {"cpu": 256, "cuda": 16_384}  # of a network call where components are enumerated
+BUDGET = 200_000  # most components times rows that are enumerated
 
 # Uniforms of 0 and 1 would give infinite noise; 53 bits hold everything in between.
 _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53
@@ -61,13 +62,11 @@ def categorical_kl(log_q: Float[Tensor, "*S E"], log_p: Float[Tensor, "*S E"]) -
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def each_component(
-    xt: Tokens, count: int, *, budget: int, what: str
-) -> Iterator[tuple[Int[Tensor, "N L"], Int[Tensor, " N"]]]:
-    """All pairs of a row of xt and one of `count` components, in batches; more than `budget` pairs are refused."""
-    if count * len(xt) > budget:
+def each_component(xt: Tokens, count: int, what: str) -> Iterator[tuple[Int[Tensor, "N L"], Int[Tensor, " N"]]]:
+    """Yield all pairs of a row of xt and one of `count` components, in batches; more than `BUDGET` are refused."""
+    if count * len(xt) > BUDGET:
         raise ConfigError(
-            f"budget: {what}, times {len(xt)} rows; that is more than {budget}, and too many to enumerate; ask for "
+            f"budget: {what}, times {len(xt)} rows; that is more than {BUDGET}, and too many to enumerate; ask for "
             "bound@T or iw@T,K, which need no enumeration"
         )
     pairs = torch.cartesian_prod(torch.arange(len(xt), device=xt.device), torch.arange(count, device=xt.device))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +22,6 @@ from emoe.diffusion.times import GridStep, grid, grid_times
 from emoe.methods.base import Method
 from emoe.rng import derive_seed
 
-SAMPLES = 4_096  # latents drawn for the fully masked row where a mixture is continuous
 REPEATS = 4  # independent laws of a method whose latents are drawn
 MOST_NUMBERS = 20_000_000  # of the tables of all mask patterns together, 8 bytes each
 
@@ -31,11 +29,10 @@ Pattern = tuple[bool, ...]
 Table = Float[Tensor, "..."]
 
 
-def conditionals(method: Method, t: float, *, samples: int | None = None, **how: Any) -> dict[Pattern, Table]:
+def conditionals(method: Method, t: float, seed: int) -> dict[Pattern, Table]:
     """For each pattern M of masks (except the empty one) the table (C,) * L of p(x0^M = x^M | x^l for l not in M; t).
 
-    Only rows that still hold a mask are run, each once. `samples` is for the fully masked row; the rows of another
-    pattern share as many. `how` goes to `Method.components`.
+    Only rows that still hold a mask are run, each once. Latents that have to be drawn are drawn by `seed`.
     """
     space, device = method.space, next(method.parameters()).device
     mask = torch.tensor([space.mask_id])
@@ -44,8 +41,7 @@ def conditionals(method: Method, t: float, *, samples: int | None = None, **how:
     for pattern in list(itertools.product((False, True), repeat=space.length))[1:]:
         positions = [position for position, masked in enumerate(pattern) if masked]
         rows = torch.cartesian_prod(*(mask if masked else symbols for masked in pattern)).view(-1, space.length)
-        each = None if samples is None else max(1, samples // len(rows))
-        law = method.components(rows.to(device), t, samples=each, **how)
+        law = method.components(rows.to(device), t, seed=seed)
         token = law.log_token[..., symbols.to(device)].exp()
         terms = [term for position in positions for term in (token[:, :, position], [0, 1, 2 + position])]
         joint = torch.einsum(law.log_weight.exp(), [0, 1], *terms, [0, *(2 + position for position in positions)])
@@ -71,20 +67,20 @@ def check_chain(method: Method) -> Schedule:
 
 
 @torch.no_grad()
-def chain_laws(method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any) -> dict[int, Table]:
+def chain_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
     """Law of the sampler's rows for each number of steps T, a table (C,) * L: Algo. 2 from all masks, t_i = i/T.
 
     Let m_M be the law of the rows whose masks are M. A step with reveal probability a moves, for every S in M,
 
         m_{M - S} += a^|S| (1 - a)^|M - S| sum over x^(M - S) of m_M p(x^M | x^(not M); t).
 
-    The network is run once for each time, which nested grids (1, 2, 4, ...) share. `how` goes to `Method.components`.
+    The network is run once for each time, which nested grids (1, 2, 4, ...) share.
     """
     schedule = check_chain(method)
 
     @functools.cache
     def read(t: float) -> dict[Pattern, Tensor]:
-        tables = conditionals(method, t, **how)
+        tables = conditionals(method, t, seed)
         if tick is not None:
             tick(1, f"exact law, t = {t:g}")
         return tables
@@ -92,9 +88,9 @@ def chain_laws(method: Method, nfe: Iterable[int], *, tick: Tick | None = None, 
     return {steps: _propagate(method, grid(schedule, steps), read) for steps in nfe}
 
 
-def chain_law(method: Method, steps: int, **how: Any) -> Table:
+def chain_law(method: Method, steps: int) -> Table:
     """`chain_laws` for one T."""
-    return chain_laws(method, [steps], **how)[steps]
+    return chain_laws(method, [steps])[steps]
 
 
 def exact_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
@@ -103,7 +99,7 @@ def exact_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick 
     if not method.draws_components:
         return {steps: law[None] for steps, law in chain_laws(method, nfe, tick=tick).items()}
     seeds = [derive_seed(seed, "repeat", repeat) for repeat in range(REPEATS)]
-    again = [chain_laws(method, nfe, tick=tick, samples=SAMPLES, seed=each) for each in seeds]
+    again = [chain_laws(method, nfe, tick=tick, seed=each) for each in seeds]
     return {steps: torch.stack([laws[steps] for laws in again]) for steps in nfe}
 
 

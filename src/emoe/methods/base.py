@@ -20,7 +20,6 @@ from emoe.ramps import Ramp
 from emoe.rng import Rng
 from emoe.types import Likelihood, Loss, Mixture, Needs, OnStep, PerRow, PerToken, Positions, Ramps, Tokens, TokenSpace
 
-BUDGET = 200_000  # most components times rows in one call of `components`
 LATE = 10**9  # a step at which every ramp has reached its end
 
 
@@ -145,12 +144,10 @@ class Method(nn.Module, ABC):
     def likelihoods(self) -> tuple[str, ...]:
         """Names of the likelihoods worth printing, best known first."""
 
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
-        """The exact law of one reverse step, p(x0 | xt), as a finite mixture of at most `budget` components times rows.
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
+        """The exact law of one reverse step, p(x0 | xt), as a finite mixture.
 
-        Where it is continuous and cannot be integrated, it is that of `samples` latents for each row, drawn by `seed`.
+        Where it is continuous and cannot be integrated, it is that of latents drawn by `seed`.
         """
         raise ConfigError(f"exact: {self.label} has no exact law; ask for a bound instead")
 

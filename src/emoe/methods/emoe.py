@@ -21,7 +21,6 @@ from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.config import ConfigError, option
-from emoe.methods.base import BUDGET
 from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
@@ -137,11 +136,11 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         """The policy that draws each route from its router, sharpened by `route_tau` (Algo. 2, line 3)."""
         return {"route": sharpened(rng.stream("route"), 0.0 if step.greedy else self.config.route_tau)}
 
-    def components(self, xt: Tokens, t: float, *, budget: int = BUDGET, **_: Any) -> Mixture:
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
         """One component for each choice of routes in all blocks but the last, which is summed out."""
         if not self.backbone.local_last_block:
             raise ConfigError("exact: routes in the last block of this backbone move other positions; ask for a bound")
-        return enumerate_routes(self, xt, t, budget)
+        return enumerate_routes(self, xt, t)
 
     def collapse(self, record: Mapping[str, Any]) -> str | None:
         return describe_collapse(record, self.config.experts)

@@ -17,7 +17,7 @@ from emoe.diffusion.categorical import AT_ONCE, draw_categorical, top_p
 from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import grid, stratified_times, weighted_times
-from emoe.methods.base import BUDGET, PLAIN, Method, MethodConfig, SamplerConfig
+from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
 from emoe.types import Features, Likelihood, Loss, Mixture, Noised, OnStep, PerRow, Positions, Ramps, StepEvent, Tokens
 
@@ -174,9 +174,7 @@ class MaskedDiffusion(Method):
         return noised.weight * nll + (0 if likelihood.kind == "nelbo" else max(steps, 1) * out.latent.kl().double())
 
     @torch.no_grad()
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
         """One component, the factorised step of Eq. 3; a method with a latent overrides it."""
         step = ReverseStep(xt, torch.full((len(xt),), t, device=xt.device), xt == self.space.mask_id)
         out = self.backbone(xt, step.t, **self.prior(step, Rng(seed, device=xt.device)))

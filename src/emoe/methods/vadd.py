@@ -15,14 +15,13 @@ from emoe.backbones.base import BackboneConfig
 from emoe.config import option
 from emoe.diffusion.categorical import each_component
 from emoe.diffusion.masking import subs
-from emoe.methods.base import BUDGET
 from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng, derive_seed
 from emoe.types import Mixture, Needs, Noised, PerRow, Ramps, Tokens, TokenSpace
 
 NODES = {1: 2_000, 2: 60}  # points of the trapezoid rule in each dimension of a latent of that size
-SAMPLES = 4_096  # latents drawn for the fully masked row where Z is too large for quadrature
+SAMPLES = 4_096  # latents drawn for all rows together where Z is too large for quadrature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +116,16 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         return {"cond": like if step.greedy else self._noise(like, rng)}
 
     @torch.no_grad()
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
-        """Points of a trapezoid rule if Z <= 2, else `samples` equally weighted latents; all rows share them."""
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
+        """Points of a trapezoid rule if Z <= 2, else equally weighted draws of the latent, shared by all rows."""
         size, rows = self.config.latent, len(xt)
-        if samples is None and size in NODES:
-            z, log_weight = gaussian_grid(size, NODES[size])
-        else:
-            z = gaussian_points(samples or max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
+        if self.draws_components:
+            z = gaussian_points(max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
             log_weight = z.new_full((len(z),), -math.log(len(z)))
+        else:
+            z, log_weight = gaussian_grid(size, NODES[size])
         z, parts = z.to(next(self.parameters())), []
-        for x, number in each_component(xt, len(z), budget=budget, what=f"VADD has {len(z)} values of its latent"):
+        for x, number in each_component(xt, len(z), f"VADD has {len(z)} values of its latent"):
             out = self.backbone(x, torch.full((len(x),), t, device=x.device), cond=z[number])
             parts.append(subs(self.backbone.read(out.h).double(), x, self.space.mask_id))
         log_token = torch.cat(parts).unflatten(0, (rows, len(z)))

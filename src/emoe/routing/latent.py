@@ -142,7 +142,7 @@ def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
 
 
 @torch.no_grad()
-def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
+def enumerate_routes(method: Any, xt: Tokens, t: float) -> Mixture:
     """The law of one step of E-MoE as a mixture over all routes of all blocks but the last, R = E^(L (D - 1)).
 
     Given these, the routes of the last block are independent over positions and are summed out,
@@ -154,7 +154,7 @@ def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
     digits = experts ** torch.arange(length * blocks, device=xt.device)
     what = f"{experts}^({length} * {blocks}) routes in all blocks but the last"
     weights, tokens = [], []
-    for x, number in each_component(xt, count, budget=budget, what=what):
+    for x, number in each_component(xt, count, what):
         z = (number[:, None] // digits % experts).view(len(x), blocks, length, 1)
 
         def forced(block: int, logits: Tensor, z: Tensor = z) -> Gate:
