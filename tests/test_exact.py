@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from enumeration import ALPHA, Enumeration, chi_square
+from enumeration import ALPHA, Enumeration, chi_square, predict
 from references import CosineSchedule
 from steps import generator, masks, ramp_of
 from torch import Tensor
@@ -108,7 +108,7 @@ def test_sharpened_routes_count(tiny):
     states = Enumeration(collapsed).states
     law = collapsed.components(states, 0.5)
     with torch.no_grad():
-        logits = collapsed.backbone.predict(states, torch.full((len(states),), 0.5), route=greedy()).logits
+        logits = predict(collapsed.backbone, states, torch.full((len(states),), 0.5), route=greedy()).logits
     assert torch.equal(law.log_weight.exp().sort(1).values[:, -1], torch.ones(len(states)).double())
     best = law.log_token[torch.arange(len(states)), law.log_weight.argmax(1)]
     assert torch.allclose(best.exp(), subs(logits, states, 1).exp(), atol=1e-12)
@@ -151,7 +151,7 @@ def integrated(method: MaskedDiffusion, rows: Tensor, clean: Tensor, t: float, n
     with torch.no_grad():
         for row in rows:
             x = row.expand(nodes, -1)
-            logits = method.backbone.predict(x, torch.full((nodes,), t), cond=z[:, None]).logits
+            logits = predict(method.backbone, x, torch.full((nodes,), t), cond=z[:, None]).logits
             log_token = subs(logits, x, 1)
             tables.append(weight @ (log_token[:, 0, clean[:, 0]] + log_token[:, 1, clean[:, 1]]).exp())
     return torch.stack(tables)

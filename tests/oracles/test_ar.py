@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from enumeration import ALPHA, all_rows, chi_square
+from enumeration import ALPHA, all_rows, chi_square, predict
 from steps import masks, scramble
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def law_of(method: AR) -> Tensor:
     for n, row in enumerate(CLEAN.tolist()):
         for position, symbol in enumerate(row):
             prefix = torch.tensor([[SPACE.mask_id, *row[:position]]])
-            logits = method.backbone.predict(prefix, torch.zeros(1)).logits[0, -1]
+            logits = predict(method.backbone, prefix, torch.zeros(1)).logits[0, -1]
             law[n] *= torch.softmax(logits, -1)[symbol].item()
     return law
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from enumeration import ALPHA, all_rows, chi_square
+from enumeration import ALPHA, all_rows, chi_square, predict
 from references import CosineSchedule
 from steps import generator, masks, scramble
 from torch import Tensor
@@ -58,7 +58,7 @@ class Exact:
         """p(x^l | noisy block, clean prefix) for each position of the block and symbol."""
         x = torch.tensor([[*prefix, *noisy]])
         part = torch.arange(x.shape[1]) // self.block
-        logits = self.method.backbone.predict(x, torch.zeros(1), attend=part[:, None] >= part).logits[0, len(prefix) :]
+        logits = predict(self.method.backbone, x, torch.zeros(1), attend=part[:, None] >= part).logits[0, len(prefix) :]
         return torch.softmax(logits, -1).tolist()
 
     def step(self, prefix: Row, noisy: Row, reveal: float) -> dict[Row, float]:
@@ -141,7 +141,7 @@ class Exact:
 def logits_of(method: BD3LM, xt: Tensor, x0: Tensor) -> Tensor:
     """Logits of xt in the training pass on [xt ; x0]."""
     both, t = torch.cat([xt, x0], 1), torch.zeros(len(x0))
-    logits = method.backbone.predict(both, t, attend=method.attend, positions=method.positions).logits
+    logits = predict(method.backbone, both, t, attend=method.attend, positions=method.positions).logits
     return logits[:, : xt.shape[1]]
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from enumeration import ALPHA, Enumeration, chi_square, gauss_legendre, product_of_marginals, single
+from enumeration import ALPHA, Enumeration, chi_square, gauss_legendre, predict, product_of_marginals, single
 from references import CosineSchedule
 from steps import masks
 
@@ -151,7 +151,7 @@ def test_vadd_samples_follow_the_integral_over_its_latent(tiny):
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)
     with torch.no_grad():
         z = torch.tensor(nodes)[:, None]
-        logits = method.backbone.predict(masks(method, 80), torch.ones(80).double(), cond=z).logits
+        logits = predict(method.backbone, masks(method, 80), torch.ones(80).double(), cond=z).logits
     p = torch.softmax(logits, -1)
     law = torch.einsum("n,na,nb->ab", torch.tensor(weights / weights.sum()), p[:, 0], p[:, 1])
     rows = method.sample(masks(method, 200_000), 1, Rng(3))

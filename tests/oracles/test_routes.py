@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from enumeration import ALPHA, Enumeration, chi_square
+from enumeration import ALPHA, Enumeration, chi_square, predict
 from steps import batch_of, generator, loss_at, masks, noised, ramp_of, randn
 from torch import Tensor
 
@@ -124,7 +124,7 @@ def test_sampler_draws_its_routes_at_route_tau(tiny, tau: float):
     z = events[0].latent[0].expert[:, 0, 0]
     each = replay([Gate(torch.arange(3)[:, None, None], torch.ones(3, 1, 1).double())])
     with torch.no_grad():
-        out = method.backbone.predict(masks(method, 3), torch.ones(3), route=each)
+        out = predict(method.backbone, masks(method, 3), torch.ones(3), route=each)
     rho = torch.softmax(out.route_logits[0][0, 0], -1)
     sharp = rho ** (1 / tau) if tau else torch.nn.functional.one_hot(rho.argmax(), 3).double()
     joint = (sharp / sharp.sum())[:, None] * torch.softmax(out.logits[:, 0], -1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from enumeration import ALPHA, Enumeration, chi_square, product_of_marginals
+from enumeration import ALPHA, Enumeration, chi_square, predict, product_of_marginals
 from small import TRANSFORMER
 from steps import masks, randn, scramble
 from torch import Tensor
@@ -205,7 +205,7 @@ def test_samples_from_the_nucleus_follow_its_law(kind: str):
     """MDLM in one step: the product over positions of its marginals, cut at p and normalised again."""
     method = build(MDLMConfig(), space=TokenSpace(size=5, mask_id=1, length=2))
     with torch.no_grad():
-        probs = torch.softmax(method.backbone.predict(masks(method, 1), torch.ones(1).double()).logits[0], -1)
+        probs = torch.softmax(predict(method.backbone, masks(method, 1), torch.ones(1).double()).logits[0], -1)
     nucleus = torch.softmax(top_p(probs.log(), 0.8), -1)
     assert 2 < (nucleus > 0).sum() < 8
     rows = method.sample(masks(method, 40_000), 1, Rng(5), sampler=sampler(kind, 0.8))

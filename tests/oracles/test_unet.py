@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from enumeration import predict
 from steps import generator, loss_at, noised, ramp_of, randn, scramble
 from torch import Tensor
 
@@ -96,7 +97,7 @@ def test_positions_of_a_map_are_its_pixels_in_row_major_order():
 @pytest.mark.parametrize("side", [4, 8, 12])
 def test_blocks_route_at_half_and_quarter_resolution(side: int):
     network = scramble(sizes().build(image_space(side), Needs(experts=3)).double(), 1)
-    out = network.predict(torch.arange(2 * side * side).view(2, -1) % 3, torch.ones(2), route=greedy())
+    out = predict(network, torch.arange(2 * side * side).view(2, -1) % 3, torch.ones(2), route=greedy())
     half, quarter = (side // 2) ** 2, (side // 4) ** 2
     assert [block.shape[1] for block in out.route_logits] == [half, quarter, quarter, quarter, half]
     assert out.logits.shape == (2, side * side, 3) and len(out.gates) == network.routed_blocks == 5

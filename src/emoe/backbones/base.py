@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,7 @@ from emoe.config import Family
 from emoe.diffusion.masking import NEG_INF
 from emoe.kernels import compiled
 from emoe.routing.experts import RoutedExperts
-from emoe.types import Features, Gate, Logits, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 
 def at_least_single(x: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
@@ -30,14 +30,6 @@ def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor,
     scores = at_least_single(scores)
     mask = torch.full_like(scores[..., :1], NEG_INF)
     return torch.cat([scores[..., :mask_id], mask, scores[..., mask_id:]], dim=-1)
-
-
-class Prediction(NamedTuple):
-    """Token logits of every position (the mask column at -inf), router logits and gates by block."""
-
-    logits: Logits
-    route_logits: tuple[Float[Tensor, "_B _P E"], ...]
-    gates: tuple[Gate, ...]
 
 
 class Backbone(nn.Module, ABC):
@@ -88,11 +80,6 @@ class Backbone(nn.Module, ABC):
             return weight, bias.masked_fill(torch.arange(len(bias), device=bias.device) == mask, NEG_INF)
         weight = torch.cat([weight[:mask], weight.new_zeros(1, weight.shape[1]), weight[mask:]])
         return weight, torch.cat([bias[:mask], bias.new_full((1,), NEG_INF), bias[mask:]])
-
-    def predict(self, x: Tokens, t: PerRow, **inputs: Any) -> Prediction:
-        """`forward` and `read` in one: logits of all positions."""
-        out = self(x, t, **inputs)
-        return Prediction(self.read(out.h), out.route_logits, out.gates)
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
         """Sums over positions that belong together, where blocks or tokens have coarser and finer positions."""
