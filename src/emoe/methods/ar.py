@@ -64,7 +64,7 @@ class AR(Method, config=ARConfig):
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """`exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other likelihood."""
+        """Return `exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other likelihood."""
         if likelihood.kind != "exact":
             raise ConfigError(f"likelihood: 'ar' has no {likelihood}; it knows the NLL itself, ask for exact")
         return self.token_nll(x0).double().sum(-1)

@@ -38,8 +38,7 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
     )
 
     def needs(self) -> Needs:
-        """A latent vector and an encoder of mean and log standard deviation."""
-        return Needs(cond=self.latent, encoder=2 * self.latent)
+        return Needs(cond=self.latent, encoder=2 * self.latent)  # mean and log standard deviation
 
     def variant(self) -> tuple[str, str]:
         return ("-plus", "+") if self.draws > 1 else ("", "")
@@ -85,7 +84,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         return ramp["kl_weight"] * noised.weight if self.config.elbo_weighted else ramp["kl_weight"]
 
     def infer(self, noised: Noised, ramp: Ramps, rng: Rng, draws: int = 1) -> Inferred:
-        """z from the encoder's Gaussian, which sees x0, t and the mask pattern of xt; `draws` of them for each row."""
+        """Draw z from the encoder's Gaussian, which depends on x0, t and the mask pattern; `draws` times per row."""
         parameters = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id)
         if draws > 1:
             parameters, noised = parameters.repeat_interleave(draws, dim=0), noised.repeated(draws)
@@ -94,10 +93,10 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         return Inferred(self.predict(noised, noised.xt, noised.t, cond=latent.z)[0], latent)
 
     def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
-        """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
+        """Return -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k), for K draws.
 
-        beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda
-        et al. (2016), and with K = 1 its mean would be the objective itself, for any beta.
+        beta is the weight of the KL, at least 0.01 here. With beta = 1 at t = 1 it is the importance-weighted bound of
+        Burda et al. (2016); with K = 1 its mean would be the objective itself, for any beta.
         """
         draws = self.config.draws
         if draws == 1:
@@ -117,7 +116,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
 
     @torch.no_grad()
     def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
-        """Points of a trapezoid rule if Z <= 2, else equally weighted draws of the latent, shared by all rows."""
+        """Return points of a trapezoid rule if Z <= 2, else equally weighted latents; all rows share them."""
         size, rows = self.config.latent, len(xt)
         if self.draws_components:
             z = gaussian_points(max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
@@ -137,7 +136,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
 
 
 def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Tensor, " R"]]:
-    """Points and log-weights of the trapezoid rule on [-9, 9]^Z for a mean over N(0, I), `nodes` in each dimension."""
+    """Return points and log-weights of a trapezoid rule on [-9, 9]^Z for N(0, I), with `nodes` in each dimension."""
     x = torch.linspace(-9, 9, nodes, dtype=torch.float64)
     log_weight = torch.log_softmax(-x.square() / 2, 0)
     points = torch.cartesian_prod(*[x] * size).view(-1, size)
@@ -145,6 +144,6 @@ def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Te
 
 
 def gaussian_points(count: int, size: int, seed: int) -> Float[Tensor, "R Z"]:
-    """`count` scrambled Sobol points mapped to N(0, I): each is a fair draw, together they are spread evenly."""
+    """Map `count` scrambled Sobol points to N(0, I): each is a fair draw, together they are spread evenly."""
     uniform = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(count, dtype=torch.float64)
     return torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))
