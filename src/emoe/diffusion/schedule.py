@@ -15,23 +15,22 @@ class Schedule(Family, package=""):
     """alpha_t decreases from 1 at t = 0 to (almost) 0 at t = 1."""
 
     def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Probability that a token is not masked at time t."""
+        """Return the probability that a token is not masked at time t."""
         raise NotImplementedError
 
     def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Weight -alpha'_t / (1 - alpha_t) of the masked negative log-likelihood (Eq. 22)."""
+        """Return the weight -alpha'_t / (1 - alpha_t) of the masked negative log-likelihood (Eq. 22)."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSchedule(Schedule, kind="linear"):
-    """alpha_t = 1 - t, so the weight is 1 / t (Prop. 3.1, step 5)."""
+    """alpha_t = 1 - t, so the weight is 1 / t (Eq. 22; Prop. 3.1, step 5)."""
 
     def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         return 1 - t
 
     def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """1 / t (Eq. 22)."""
         return 1 / t
 
 

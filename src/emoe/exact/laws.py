@@ -53,7 +53,7 @@ def conditionals(method: Method, t: float, seed: int) -> dict[Pattern, Table]:
 
 
 def check_chain(method: Method) -> Schedule:
-    """The schedule of the method's reverse chain; a `ConfigError` if its law cannot be computed."""
+    """Return the schedule of the method's reverse chain; raise a `ConfigError` if its law cannot be computed."""
     if method.chain_schedule is None:
         raise ConfigError(f"exact: {method.label} has no chain of factorised steps, so its law is not known here")
     space = method.space
@@ -68,7 +68,7 @@ def check_chain(method: Method) -> Schedule:
 
 @torch.no_grad()
 def chain_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
-    """Law of the sampler's rows for each number of steps T, a table (C,) * L: Algo. 2 from all masks, t_i = i/T.
+    """Return the law of the sampler's rows for each number of steps T, a table (C,) * L (Algo. 2, t_i = i/T).
 
     Let m_M be the law of the rows whose masks are M. A step with reveal probability a moves, for every S in M,
 
@@ -94,23 +94,23 @@ def chain_law(method: Method, steps: int) -> Table:
 
 
 def exact_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
-    """Laws of the T-step sampler for each T, stacked: one, or `REPEATS` where the latent has to be drawn."""
+    """Return laws of the T-step sampler for each T, stacked: one, or `REPEATS` if the latent has to be drawn."""
     nfe = sorted(nfe)
     if not method.draws_components:
         return {steps: law[None] for steps, law in chain_laws(method, nfe, tick=tick).items()}
     seeds = [derive_seed(seed, "repeat", repeat) for repeat in range(REPEATS)]
-    again = [chain_laws(method, nfe, tick=tick, seed=each) for each in seeds]
-    return {steps: torch.stack([laws[steps] for laws in again]) for steps in nfe}
+    repeats = [chain_laws(method, nfe, tick=tick, seed=each) for each in seeds]
+    return {steps: torch.stack([laws[steps] for laws in repeats]) for steps in nfe}
 
 
 def law_work(method: Method, nfe: Iterable[int]) -> int:
-    """Times at which `exact_laws` reads the network, a measure of how long it takes; its `tick` counts the same."""
+    """Return the number of times at which `exact_laws` runs the network; its `tick` counts the same."""
     times = {time for steps in nfe for time in grid_times(steps)[1:]}
     return len(times) * (REPEATS if method.draws_components else 1)
 
 
 def exact_nll(law: Table, rows: Int[Tensor, "n L"], *, mask_id: int | None = None) -> Float[Tensor, " n"]:
-    """-log p(row) of clean rows, in nats; `mask_id` is the last symbol unless it is given."""
+    """Return -log p(row) of clean rows, in nats; `mask_id` is by default the last symbol."""
     mask_id = law.shape[0] if mask_id is None else mask_id
     if (rows == mask_id).any():
         raise ValueError(f"rows: {mask_id} is the mask; a law covers clean rows only")
@@ -118,12 +118,12 @@ def exact_nll(law: Table, rows: Int[Tensor, "n L"], *, mask_id: int | None = Non
 
 
 def kl_data_model(data: Table, law: Table) -> float:
-    """KL(data || law) = sum of data log(data / law) in nats; infinite where the model misses what the data has."""
+    """Return KL(data || law) = sum of data log(data / law) in nats; infinite if the model misses some of the data."""
     return (torch.special.xlogy(data, data) - torch.special.xlogy(data, law)).sum().item()
 
 
 def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float], dict[Pattern, Table]]) -> Table:
-    """The sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
+    """Compute the sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
     length, count = method.space.length, method.space.size - 1
     patterns = sorted(itertools.product((False, True), repeat=length), key=sum, reverse=True)
     all_masked, none_masked = patterns[0], patterns[-1]

@@ -1,4 +1,4 @@
-"""Feed-forward experts behind a gate: a plain reference and two fast paths that compute the same function.
+"""Feed-forward experts behind a gate: a plain reference and two faster forms of the same function.
 
 Names carry shapes: N rows (batch times positions), K model width, F hidden width, E experts.
 """
@@ -46,15 +46,15 @@ class RoutedExperts(nn.Module):
         self.b_in = nn.Parameter(_uniform(experts, hidden, fan_in=width))
         self.w_out = nn.Parameter(_uniform(experts, hidden, width, fan_in=hidden))
         self.b_out = nn.Parameter(_uniform(experts, width, fan_in=hidden))
-        self._cast: tuple[Any, list[Tensor]] | None = None
+        self._cast: tuple[Any, tuple[Tensor, Tensor]] | None = None
 
     def train(self, mode: bool = True) -> RoutedExperts:
-        """Switch between training and evaluation, and forget the weights that were cast for evaluation."""
+        """Switch between training and evaluation, and drop the weights that were cast for evaluation."""
         self._cast = None
         return super().train(mode)
 
     def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
-        """Run the gate's experts on x: B rows, or K for each of them where the gate holds K draws."""
+        """Run the gate's experts on x, K times for each row if the gate holds K draws."""
         if gate.draws > 1:
             return self._shared(x, gate)
         rows = x.reshape(-1, x.shape[-1])
@@ -111,7 +111,7 @@ class RoutedExperts(nn.Module):
         return torch.empty_like(rows_NK).index_copy(0, order, torch.cat(parts).to(rows_NK.dtype))
 
     def _grouped(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
-        """Rows sorted by expert, then one grouped product per layer; every group may be empty."""
+        """Sort rows by expert, then run one grouped product per layer; every group may be empty."""
         order = self._order(expert)
         sorted_expert = expert[order]
         # where each expert's rows end; counting them by bincount would wait for the GPU, which a CUDA graph cannot
@@ -127,23 +127,23 @@ class RoutedExperts(nn.Module):
         return _Permute.apply(out + _expand_bias(self.b_out, sorted_expert), inverse)
 
     def _order(self, expert: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
-        """Rows sorted by expert. A GPU sorts by radix, so short keys take an eighth of the time."""
+        """Sort rows by expert. A GPU sorts by radix, so short keys take an eighth of the time."""
         return (expert.to(torch.uint8) if self.experts <= 256 else expert).argsort(stable=True)
 
     def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both matrices in a precision; outside training they are cast once, and again after they have changed."""
-        weights = [self.w_in, self.w_out]
+        """Cast both matrices; outside training once, and again after they have changed."""
+        weights = self.w_in, self.w_out
         if self.training or torch.is_grad_enabled():
             return weights[0].to(dtype), weights[1].to(dtype)
         key = dtype, [(w.data_ptr(), w._version) for w in weights]
         if self._cast is None or self._cast[0] != key:
-            self._cast = key, [w.to(dtype) for w in weights]
-        return self._cast[1][0], self._cast[1][1]
+            self._cast = key, (weights[0].to(dtype), weights[1].to(dtype))
+        return self._cast[1]
 
 
 @compiled
 def _weighted(weight: Float[Tensor, "N k"], *outs: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
-    """sum_j w_j out_j, of as many experts as there are."""
+    """Return sum_j w_j out_j."""
     total = weight[:, :1] * outs[0]
     for j in range(1, len(outs)):
         total = total + weight[:, j : j + 1] * outs[j]
@@ -161,7 +161,7 @@ def _all_experts(
     b_out: Float[Tensor, "E K"],
     approximate: str,
 ) -> Float[Tensor, "N K"]:
-    """sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b: gates multiply the hidden layer.
+    """Return sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b: gates multiply hidden layers.
 
     All experts run on all rows, as two matrix products; weights of 0 leave no gradient in an expert.
     """
@@ -175,7 +175,7 @@ def _all_experts(
 
 
 def _uniform(*shape: int, fan_in: int) -> Tensor:
-    """The default initialisation of a linear layer, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for each expert apart."""
+    """Draw the default initialisation of a linear layer, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for each expert."""
     bound = 1 / math.sqrt(fan_in)
     return torch.empty(shape).uniform_(-bound, bound)
 
@@ -189,12 +189,12 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @compiled_always
 def _restored(out: Tensor, bias: Tensor, expert: Tensor, inverse: Tensor) -> Tensor:
-    """Sorted rows back in their order, with the bias of each row's expert, in the precision of the rows."""
+    """Restore the order of sorted rows and add the bias of each row's expert, in the precision of the rows."""
     return (out[inverse] + bias[expert]).to(out.dtype)
 
 
 def _expand_bias(bias: Float[Tensor, "E F"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N F"]:
-    """The bias of each row's expert; a product with one-hot rows, whose backward is far cheaper than indexing's."""
+    """Return the bias of each row's expert, by a product: its backward pass is far cheaper than that of indexing."""
     return nnf.one_hot(expert, len(bias)).to(bias.dtype) @ bias
 
 
