@@ -202,8 +202,9 @@ def test_a_cache_gives_the_logits_of_the_whole_prefix(chunks: list[int]):
         assert (got[..., SPACE.mask_id] == -torch.inf).all() and not got.requires_grad
         done += size
     assert cache.length == 6
-    last = net.extend(x, net.new_cache(), last=2)
-    assert last.shape[1] == 2 and torch.allclose(last[..., OTHERS], whole[:, 4:, OTHERS], atol=1e-12)
+    cache = net.new_cache()
+    last = net.extend(x, cache, keep=4)
+    assert cache.length == 4 and torch.allclose(last[..., OTHERS], whole[:, 4:, OTHERS], atol=1e-12)
 
 
 def test_networks_that_are_not_causal_need_attend_and_no_time():

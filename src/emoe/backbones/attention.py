@@ -44,7 +44,7 @@ class View:
     cos: Float[Tensor, "L R"]
     sin: Float[Tensor, "L R"]
     attend: Bool[Tensor, "L M"] | None = None  # None: everything, or if causal everything up to oneself
-    causal: bool = False
+    causal: bool = False  # without `attend` only
     cache: Cache | None = None
 
 
@@ -88,6 +88,5 @@ class RotaryAttention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in rotated(parts, view.cos, view.sin))
         if view.cache is not None:
             k, v = view.cache.add(self.number, k, v)
-        causal = view.causal and view.attend is None
-        mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=causal)
+        mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=view.causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))

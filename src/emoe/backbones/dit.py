@@ -200,7 +200,7 @@ class Trunk(nn.Module):
         dtype = torch.promote_types(self.token.weight.dtype, torch.float32)
         pairs = self.config.width // self.config.heads // 2
         angles = rotary_angles(positions, pairs, self.config.rotary_base, dtype)
-        return View(angles.cos(), angles.sin(), attend, self.config.causal, cache)
+        return View(angles.cos(), angles.sin(), attend, self.config.causal and attend is None, cache)
 
 
 class DiT(Backbone):
@@ -226,30 +226,24 @@ class DiT(Backbone):
 
     @torch.no_grad()
     def extend(
-        self,
-        x_new: Int[Tensor, "B N"],
-        cache: Cache,
-        *,
-        attend: Bool[Tensor, "N M"] | None = None,
-        keep: int | None = None,
-        last: int | None = None,
+        self, x: Int[Tensor, "B N"], cache: Cache, *, attend: Bool[Tensor, "N M"] | None = None, keep: int | None = None
     ) -> Float[Tensor, "B _N V"]:
-        """Return logits of the `last` of N tokens after those in a cache; the first `keep` of them enter the cache.
+        """Add N tokens to those in a cache and return their logits; with `keep` add that many and return the others'.
 
         Equal to the last positions of one call on all tokens so far, as long as no position attends to a later one that
         is not cached with it: then keys and values of old positions do not change. This holds for a causal network; any
         other needs `attend` (which new position attends to which of the M = old + N) and must not read the time.
         """
-        config, old, new = self.trunk.config, cache.length, x_new.shape[1]
+        config, old, new = self.trunk.config, cache.length, x.shape[1]
         if not config.causal and (attend is None or config.time_conditioning):
             raise ValueError("extend: a network that is not causal needs `attend` and must not read the time")
-        positions = torch.arange(old, old + new, device=x_new.device)
+        positions = torch.arange(old, old + new, device=x.device)
         if attend is None and old:  # without a past the causal path is faster
-            attend = positions[:, None] >= torch.arange(old + new, device=x_new.device)
-        t = torch.zeros(len(x_new), device=x_new.device)
-        h = self(x_new, t, attend=attend, positions=positions, cache=cache).h
+            attend = positions[:, None] >= torch.arange(old + new, device=x.device)
+        t = torch.zeros(len(x), device=x.device)
+        h = self(x, t, attend=attend, positions=positions, cache=cache).h
         cache.length += new if keep is None else keep
-        return self.read(h if last is None else h[:, new - last :])
+        return self.read(h if keep is None else h[:, keep:])
 
 
 class Encoder(nn.Module):

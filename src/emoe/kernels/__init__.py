@@ -43,14 +43,6 @@ def load(name: str) -> ModuleType | None:
     return importlib.import_module(f"emoe.kernels.{name}") if torch.cuda.is_available() and enabled() else None
 
 
-@functools.cache
-def _options() -> dict[str, Any]:
-    """Keep the plain softmax: over a handful of numbers the compiler's online form does not pay, as it warns itself."""
-    import torch._inductor.config as config
-
-    return {"online_softmax": False} if hasattr(config, "online_softmax") else {}
-
-
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Compile a function of tensors for training on a GPU; on a CPU, or without gradients, the plain function runs.
 
@@ -79,7 +71,11 @@ def _compiled(
 
         config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own
         if not made:
-            made.append(torch.compile(function, dynamic=dynamic, fullgraph=True, options=_options()))
+            import torch._inductor.config as inductor
+
+            # Over a handful of numbers the online softmax does not pay, as the compiler warns itself.
+            options: dict[str, Any] = {"online_softmax": False} if hasattr(inductor, "online_softmax") else {}
+            made.append(torch.compile(function, dynamic=dynamic, fullgraph=True, options=options))
         return made[0](*args, **kwargs)
 
     return call

@@ -159,7 +159,7 @@ class BD3LM(Method, config=BD3LMConfig):
         The block before it enters the cache with its first call, on [finished ; noisy]: the finished half attends to
         itself and earlier blocks, the noisy half to everything.
         """
-        start, size = cache.length, self.config.block  # all blocks but the last finished one are in the cache
-        number = torch.arange(block.stop, device=x.device) // size
-        some = {"attend": number[start:, None] >= number, "keep": block.start - start, "last": size}
-        return self.backbone.extend(x[:, start : block.stop], cache, **some)
+        start = cache.length  # all blocks but the last finished one are in the cache
+        number = torch.arange(block.stop, device=x.device) // self.config.block
+        attend = number[start:, None] >= number
+        return self.backbone.extend(x[:, start : block.stop], cache, attend=attend, keep=block.start - start)
