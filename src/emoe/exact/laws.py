@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -124,25 +125,19 @@ def kl_data_model(data: Table, law: Table) -> float:
 
 def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float], dict[Pattern, Table]]) -> Table:
     """Compute the sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
-    length, count = method.space.length, method.space.size - 1
-    patterns = sorted(itertools.product((False, True), repeat=length), key=sum, reverse=True)
-    all_masked, none_masked = patterns[0], patterns[-1]
-
-    def nothing() -> dict[Pattern, Tensor]:
-        shapes = {pattern: [1 if masked else count for masked in pattern] for pattern in patterns}
-        return {pattern: torch.zeros(shape, dtype=torch.float64) for pattern, shape in shapes.items()}
-
-    mass = nothing()
-    mass[all_masked].fill_(1)
+    length = method.space.length
+    none_masked, all_masked = (False,) * length, (True,) * length
+    mass: dict[Pattern, Any] = {none_masked: 0.0, all_masked: torch.ones([1] * length, dtype=torch.float64)}
     for step in steps:
-        reveal, after = float(reveal_probability(step.alpha_s, step.alpha_t)), nothing()
-        after[none_masked] += mass[none_masked]
+        reveal, after = float(reveal_probability(step.alpha_s, step.alpha_t)), {none_masked: mass[none_masked]}
         for pattern, table in read(step.time).items():
+            if pattern not in mass:
+                continue
             joint = mass[pattern] * table
-            for left in patterns:
-                if all(masked or not stays for stays, masked in zip(left, pattern, strict=True)):
-                    axes = [axis for axis, stays in enumerate(left) if stays]
-                    kept = joint.sum(axes, keepdim=True) if axes else joint
-                    after[left] += reveal ** (sum(pattern) - sum(left)) * (1 - reveal) ** sum(left) * kept
+            for left in itertools.product(*((False, True) if masked else (False,) for masked in pattern)):
+                axes = [axis for axis, stays in enumerate(left) if stays]
+                summed = joint.sum(axes, keepdim=True) if axes else joint
+                weight = reveal ** (sum(pattern) - sum(left)) * (1 - reveal) ** sum(left)
+                after[left] = after.get(left, 0.0) + weight * summed
         mass = after
     return mass[none_masked]
