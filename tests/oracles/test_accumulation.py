@@ -72,10 +72,8 @@ def batches(method: MaskedDiffusion, step: int) -> Tensor:
 
 
 def stepper_of(method: MaskedDiffusion, accumulate: int, optim: OptimConfig = OPTIM) -> Stepper:
-    return Stepper(
-        method, lambda step: batches(method, step), method.ramps, optim=optim, rng=Rng(5),
-        train=TrainConfig(steps=STEPS, batch=accumulate, ema=0.5, accumulate=accumulate),
-    )  # fmt: skip
+    train = TrainConfig(steps=STEPS, batch=accumulate, ema=0.5, accumulate=accumulate)
+    return Stepper(method, lambda step: batches(method, step), method.ramps, optim=optim, train=train, rng=Rng(5))
 
 
 def result(stepper: Stepper) -> dict[str, Tensor]:

@@ -81,17 +81,6 @@ def test_a_sampler_with_hidden_calls_is_refused(tiny, monkeypatch: pytest.Monkey
         draw(tiny(MDLMConfig()), 4, 2)
 
 
-@every_method
-def test_given_tokens_stay_and_every_mask_is_filled(tiny, config):
-    method = tiny(config, size=4, length=3)
-    given = torch.tensor([[0, 1, 2], [1, 1, 3], [2, 0, 3], [1, 1, 1]])  # 1 is the mask
-    original = given.clone()
-    for steps in (1, 4):
-        for rows in (method.sample(given, steps, Rng(1)), draw(method, 4, steps, given=given).samples):
-            assert torch.equal(given, original)
-            assert torch.equal(rows[given != 1], given[given != 1]) and (rows != 1).all()
-
-
 @pytest.mark.parametrize("rows", [[[0, 4]], [[0, -2]], [[0, 1, 2]]], ids=["too large", "negative", "too long"])
 def test_given_rows_that_do_not_fit_are_refused(tiny, rows: list[list[int]]):
     with pytest.raises(ValueError, match="given"):

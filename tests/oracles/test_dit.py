@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 from enumeration import predict
-from references import dit_logits, turn
+from references import dit_logits
 from steps import generator, gradients, noised, randn, scramble
 from torch import Tensor
 
-from emoe.backbones.attention import rotary_angles, rotate
 from emoe.backbones.base import total_parameters
 from emoe.backbones.dit import DiT, DiTConfig
 from emoe.backbones.layers import Dropout, Flow, RouterConfig, dropout_from
@@ -178,16 +177,6 @@ def test_the_encoder_marks_the_pattern_by_the_embedding_of_the_mask():
     used = torch.autograd.grad(start.sum(), table)[0].abs().sum(-1) > 0
     assert marks.any() and used.nonzero().flatten().tolist() == sorted({*x0[0].tolist(), SPACE.mask_id})
     assert torch.equal(encoder(x0, t + 0.05, marks), start)
-
-
-def test_rotation_is_half_split():
-    x = randn(1, 3, 1, 8)
-    positions = torch.tensor([0, 1, 5])
-    angles = rotary_angles(positions, 4, 10_000.0, torch.float64)
-    assert torch.allclose(angles[2], 5 * torch.tensor([1, 0.1, 0.01, 0.001]).double(), atol=1e-15)
-    turned = rotate(x, angles.cos(), angles.sin())
-    want = turn(x, positions.double(), 10_000.0)
-    assert torch.allclose(turned, want, atol=1e-14) and torch.equal(turned[0, 0, 0], x[0, 0, 0])
 
 
 @pytest.mark.parametrize("chunks", [[1] * 6, [6], [2, 1, 3], [1, 5]], ids=str)

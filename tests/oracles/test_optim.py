@@ -155,10 +155,8 @@ def test_stepper_passes_the_numbers_of_the_step(start: int):
     """Ramp, learning rate and EMA decay of step h, also across the edge of a table and after a resume."""
     module, total = Recorder(), 2000
     optim = OptimConfig(lr=0.5, warmup=4, schedule="cosine", clip=None)
-    stepper = Stepper(
-        module, lambda step: torch.ones(2), {"weight": Linear(start=0.0, end=1.0)}, optim=optim,
-        train=TrainConfig(steps=total, ema=0.99), rng=Rng(0),
-    )  # fmt: skip
+    train, ramps = TrainConfig(steps=total, ema=0.99), {"weight": Linear(start=0.0, end=1.0)}
+    stepper = Stepper(module, lambda step: torch.ones(2), ramps, optim=optim, train=train, rng=Rng(0))
     for step in range(start, start + 5):
         stepper(step)
         numbers = stepper.numbers_at(step)

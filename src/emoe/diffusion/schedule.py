@@ -25,12 +25,13 @@ class Schedule(Family, package=""):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSchedule(Schedule, kind="linear"):
-    """alpha_t = 1 - t, so the weight is 1 / t (Eq. 22; Prop. 3.1, step 5)."""
+    """alpha_t = 1 - t, so the weight is 1 / t (Prop. 3.1, step 5)."""
 
     def alpha(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         return 1 - t
 
     def elbo_weight(self, t: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """1 / t (Eq. 22)."""
         return 1 / t
 
 
