@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from enumeration import predict
-from steps import assert_gradients, generator, gradients, ramp_of, randn, scramble
+from steps import assert_gradients, constant, generator, gradients, ramp_of, randn, scramble
 from torch import Tensor
 
 from emoe.backbones.base import Backbone, BackboneConfig
@@ -23,7 +23,7 @@ from emoe.rng import Rng
 from emoe.routing.compare import CompareConfig
 from emoe.routing.latent import RouteLatent
 from emoe.routing.routes import draw, each_expert, greedy, paired, replay
-from emoe.types import Gate, Needs, Route, TokenSpace
+from emoe.types import Needs, TokenSpace
 
 MASK = 1
 SMALL = {"width": 16, "depth": 2, "heads": 2, "hidden": 16, "time_size": 8}
@@ -61,14 +61,6 @@ def batch(rows: int = 3, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Te
     x0 = torch.tensor([0, 2, 3])[torch.randint(3, (rows, 16), generator=generator())]
     xt = torch.where(torch.rand(x0.shape, generator=generator(1)) < 0.5, MASK, x0)
     return x0, xt, torch.linspace(0.2, 0.9, rows, dtype=dtype)
-
-
-def constant(expert: int = 0) -> Route:
-    def policy(block: int, logits: Tensor) -> Gate:
-        chosen = torch.full((*logits.shape[:2], 1), expert)
-        return Gate(chosen, torch.ones(chosen.shape, dtype=logits.dtype))
-
-    return policy
 
 
 @every_backbone

@@ -10,10 +10,9 @@ import pytest
 import torch
 from enumeration import ALPHA, all_rows, chi_square, predict
 from references import CosineSchedule
-from steps import generator, masks, scramble
+from steps import counts_of, generator, masks, scramble, small_dit
 from torch import Tensor
 
-from emoe.backbones.dit import DiTConfig
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.diffusion.schedule import LogLinearSchedule
@@ -30,19 +29,9 @@ CLEAN = all_rows([0, 2], SPACE.length)
 Row = tuple[int, ...]
 
 
-def sizes(**other: object) -> DiTConfig:
-    small = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 4, "time_size": 4, "dropout": 0.0}
-    return DiTConfig(**(small | other))
-
-
 def build(block: int, *, space: TokenSpace = SPACE, seed: int = 5, **other: object) -> BD3LM:
     """Equal seeds give equal weights, whatever the block."""
-    return scramble(BD3LMConfig(block=block, **other).build(space, sizes()).double(), seed)
-
-
-def number(rows: Tensor) -> Tensor:
-    """Index of clean rows in CLEAN."""
-    return ((rows == 2).long() * torch.tensor([8, 4, 2, 1])).sum(-1)
+    return scramble(BD3LMConfig(block=block, **other).build(space, small_dit()).double(), seed)
 
 
 class Exact:
@@ -184,7 +173,7 @@ def test_one_block_is_mdlm():
     for schedule in (None, CosineSchedule()):
         more = {"t_low": 0.1} | ({} if schedule is None else {"schedule": schedule})
         method = build(4, **more)
-        plain = scramble(MDLMConfig(**more).build(SPACE, sizes()).double(), 5)
+        plain = scramble(MDLMConfig(**more).build(SPACE, small_dit()).double(), 5)
         losses = [one(CLEAN, {}, Rng(3).at(2)).total for one in (method, plain)]
         assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-12)
         for loss in losses:
@@ -267,7 +256,7 @@ def test_the_sampler_has_the_law(block: int, each: int):
     method = build(block)
     rows = method.sample(masks(method, 10_000), each * SPACE.length // block, Rng(2))
     assert (rows != MASK).all()
-    assert chi_square(torch.bincount(number(rows), minlength=16), Exact(method).law(each)) > ALPHA
+    assert chi_square(counts_of(rows), Exact(method).law(each)) > ALPHA
 
 
 @pytest.mark.parametrize(("block", "each"), [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (4, 1), (6, 4), (12, 5)])
@@ -286,9 +275,9 @@ def test_the_cache_changes_no_token(block: int, each: int):
 
 def test_blocks_draw_noise_of_their_own():
     """All logits are 0: two blocks with the same noise would be equal."""
-    method = BD3LMConfig(block=2).build(SPACE, sizes())
+    method = BD3LMConfig(block=2).build(SPACE, small_dit())
     rows = method.sample(masks(method, 4_000), 2, Rng(0))
-    assert chi_square(torch.bincount(number(rows), minlength=16), torch.full((16,), 1 / 16)) > ALPHA
+    assert chi_square(counts_of(rows), torch.full((16,), 1 / 16)) > ALPHA
 
 
 @pytest.mark.parametrize(("block", "steps"), [(2, 2), (2, 6), (4, 1), (4, 3), (1, 4), (1, 8)])
@@ -317,7 +306,7 @@ def test_given_tokens_stay_and_blocks_depend_on_those_before_them():
         before = start.clone()
         rows = method.sample(start, 4, Rng(6))
         assert torch.equal(start, before) and torch.equal(rows[start != MASK], start[start != MASK])
-        assert chi_square(torch.bincount(number(rows), minlength=16), exact.law(2, given)) > ALPHA
+        assert chi_square(counts_of(rows), exact.law(2, given)) > ALPHA
     whole = exact.law(2)
     prefix = torch.where((CLEAN[:, 0] == 0) & (CLEAN[:, 1] == 2), whole, 0.0)
     assert torch.allclose(exact.law(2, (0, 2, MASK, MASK)), prefix / prefix.sum(), atol=1e-14)
@@ -339,7 +328,7 @@ def test_events_cover_whole_rows():
 def test_networks_and_blocks_that_do_not_fit_are_refused():
     for block in (3, 5, 16):
         with pytest.raises(ConfigError, match=f"method.block: must divide the length 4, got {block}; allowed: 1, 2, 4"):
-            BD3LMConfig(block=block).build(SPACE, sizes())
+            BD3LMConfig(block=block).build(SPACE, small_dit())
     with pytest.raises(ConfigError, match="block: must be >= 1"):
         BD3LMConfig(block=0)
     with pytest.raises(ConfigError, match="'transformer' has no 'attend'"):
@@ -354,7 +343,7 @@ def test_nothing_but_weights_is_saved():
 def test_the_loss_reads_no_value():
     """Forward and backward without data, as a captured CUDA graph needs it: on `meta` a value that is read raises."""
     with torch.device("meta"):
-        method, x = BD3LMConfig(block=2).build(SPACE, sizes()), torch.zeros(5, 4, dtype=torch.long)
+        method, x = BD3LMConfig(block=2).build(SPACE, small_dit()), torch.zeros(5, 4, dtype=torch.long)
         nll = method.block_nll(x, x)
         nll.sum().backward()
     assert nll.shape == (5, 2) and method.backbone.head.weight.grad.shape == (3, 8)
