@@ -100,6 +100,10 @@ class Enumeration:
         radix = self.size ** torch.arange(self.length - 1, -1, -1)
         return (rows * radix).sum(-1)
 
+    def counts(self, rows: Tensor) -> Tensor:
+        """Frequency of each row of `states`."""
+        return torch.bincount(self.index(rows), minlength=len(self.states))
+
     def read(self, rows: Tensor, t: float) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run every row with every route.
 

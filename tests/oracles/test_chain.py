@@ -18,10 +18,6 @@ from emoe.rng import Rng
 RAMP = {"relax_tau": torch.tensor(0.7).double(), "kl_weight": torch.tensor(0.6).double()}
 
 
-def counts_of(exact: Enumeration, rows: torch.Tensor) -> torch.Tensor:
-    return torch.bincount(exact.index(rows), minlength=len(exact.states))
-
-
 def test_one_expert_is_mdlm(twins):
     """Law, samples, loss and every gradient of E-MoE with E = 1 are those of MDLM with the same weights."""
     routed, dense = twins(EMoEConfig(t_low=0.1), length=3, mask_id=0)
@@ -116,7 +112,7 @@ def test_samples_follow_the_enumerated_chain(tiny, config, length: int, size: in
     method = tiny(config, length=length, size=size, seed=seed)
     exact = Enumeration(method)
     law = exact.law(steps)
-    counts = counts_of(exact, method.sample(masks(method, 200_000), steps, Rng(1)))
+    counts = exact.counts(method.sample(masks(method, 200_000), steps, Rng(1)))
     assert chi_square(counts, law) > ALPHA
     if isinstance(config, EMoEConfig):
         assert chi_square(counts, product_of_marginals(law, size, length)) < 1e-9
@@ -132,7 +128,7 @@ def test_every_step_draws_a_fresh_latent(tiny):
         parts[0][0][start, r].exp() * (parts[0][1][start, r] @ parts[1][1][:, r]) for r in range(len(exact.routes))
     )
     assert (kept - exact.law(2)).abs().max() > 0.01
-    counts = counts_of(exact, exact.method.sample(masks(exact.method, 100_000), 2, Rng(2)))
+    counts = exact.counts(exact.method.sample(masks(exact.method, 100_000), 2, Rng(2)))
     assert chi_square(counts, exact.law(2)) > ALPHA and chi_square(counts, kept) < 1e-9
 
 

@@ -11,7 +11,7 @@ import torch
 from enumeration import ALPHA, all_rows, chi_square, gauss_legendre, single
 from references import tweedie_distribution
 from steps import masks, randn
-from torch import Tensor, nn
+from torch import Tensor
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import ConfigError
@@ -210,12 +210,11 @@ def test_other_likelihoods_are_refused(tiny):
 
 
 class Known(Backbone):
-    """The true ratios of a law over two symbols and two positions, all times e^shift."""
+    """The true ratios of a law over two symbols and two positions."""
 
     def __init__(self, law: Tensor):
         super().__init__()
         self.routed_blocks, self.mask_id, self.law = 0, MASK, law
-        self.shift = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def forward(self, x, t, *, cond=None, marks=None, route=None):
         """log(V - 1) + log p(x0^l = y | clean tokens), which `read` leaves as it is."""
@@ -227,7 +226,7 @@ class Known(Backbone):
         for position, table in enumerate((self.law, self.law.T)):
             probs = torch.einsum("nb,ab->na", known[:, 1 - position], table)
             logits[:, position, SYMBOLS] = (probs / probs.sum(-1, keepdim=True)).log() + math.log(2)
-        return Features(logits + self.shift)
+        return Features(logits)
 
     def read(self, h):
         return h
@@ -269,13 +268,3 @@ def test_true_ratios_have_the_entropy_of_the_data(low: float):
     assert abs(losses.mean() - train) < 5 * losses.std() / math.sqrt(10) and losses.std() < 0.02
     bounds = torch.tensor([method.nll(rows, NELBO, Rng(7).at(call)).mean().item() for call in range(10)])
     assert abs(bounds.mean() - entropy(LAW)) < 5 * bounds.std() / math.sqrt(10) and bounds.std() < 0.02
-
-
-@pytest.mark.parametrize("shift", [-0.7, 0.4])
-def test_scores_of_a_wrong_sum_cost_what_the_constant_says(shift: float):
-    """All scores times c = e^k: each token pays c - 1 - log c more, whatever the law."""
-    method = SEDDConfig().build(SPACE, KnownConfig())
-    right = integral(method, 0.0, 1.0)
-    with torch.no_grad():
-        method.backbone.shift.fill_(shift)
-    assert torch.allclose(integral(method, 0.0, 1.0) - right, torch.tensor(2 * (math.exp(shift) - 1 - shift)).double())
