@@ -139,7 +139,7 @@ def test_reverse_step_draws_from_the_reverse_law(alpha_s: float):
     law = reverse_distribution(subs(logits, xt, MASK), xt, alpha_s, alpha_t, MASK)[0]
     many = xt.repeat(n, 1)
     log_x_theta = subs(logits.repeat(n, 1, 1), many, MASK)
-    revealed = draw_revealed(many, alpha_s, alpha_t, MASK, generator(6))
+    revealed = draw_revealed(many, reveal_probability(alpha_s, alpha_t), MASK, generator(6))
     xs = torch.where(revealed, draw_categorical(log_x_theta, generator(7)), many)
     assert (xs[:, 2] == 2).all() and not revealed[:, 2].any()
     counts = torch.bincount(xs[:, 0] * SIZE + xs[:, 1], minlength=SIZE**2)

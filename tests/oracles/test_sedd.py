@@ -15,6 +15,7 @@ from torch import Tensor
 
 from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.config import ConfigError
+from emoe.diffusion.masking import reveal_probability
 from emoe.diffusion.times import GridStep
 from emoe.methods import sedd
 from emoe.methods.sedd import SEDD, SEDDConfig, log_scale, score_entropy, tweedie_step
@@ -127,7 +128,7 @@ def test_drawn_steps_follow_the_analytic_distribution(
     log_s = scaled.scatter(-1, xt[..., None], 0.0)
     probs = tweedie_distribution(log_s, xt, -math.log(alpha_s), -math.log(alpha_t), 2)[0, 0]
     many = log_s.expand(n, -1, -1), xt.expand(n, -1)
-    xs, revealed = tweedie_step(*many, GridStep(1, 1.0, alpha_s, alpha_t), 2, Rng(2))
+    xs, revealed = tweedie_step(*many, GridStep(1, 1.0, alpha_t, reveal_probability(alpha_s, alpha_t)), 2, Rng(2))
     assert (xs[:, 1] == 0).all() and torch.equal(revealed, torch.stack([xs[:, 0] != 2, torch.zeros(n).bool()], 1))
     assert (probs[2] == 0) == (alpha_s == 1 or shift > 0)
     assert chi_square(torch.bincount(xs[:, 0], minlength=4), probs) > ALPHA

@@ -57,10 +57,12 @@ def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tens
     return (alpha_s - alpha_t) / (1 - alpha_t)
 
 
-def draw_revealed(xt: Tokens, alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator) -> Positions:
-    """Draw the masked positions that a reverse step from t to s reveals, each with `reveal_probability` (Eq. 2, 13-14).
+def draw_revealed(
+    xt: Tokens, chance: Float[Tensor, "B 1"] | float, mask_id: int, generator: torch.Generator
+) -> Positions:
+    """Draw the masked positions that a reverse step reveals, each with chance `reveal_probability` (Eq. 2, 13-14).
 
     It depends on no logits, so a step draws it first; then the tokens of these positions from x_theta (Eq. 3).
     """
     u = torch.rand(xt.shape, generator=generator, device=xt.device, dtype=torch.float64)
-    return (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))
+    return (xt == mask_id) & (u < chance)

@@ -77,17 +77,17 @@ class GridStep(NamedTuple):
 
     number: int  # i
     time: float  # t_i
-    alpha_s: float
-    alpha_t: float
+    alpha: float  # at t_i
+    reveal: float  # probability that a masked token is revealed
 
 
 def grid(schedule: Schedule, nfe: int) -> Iterator[GridStep]:
     """Yield the steps i = T..1 on the grid t_i = i / T (Algo. 2).
 
-    alpha_s of the last step is exactly 1, without the schedule's rounding: it reveals every token.
+    alpha at 0 is exactly 1, without the schedule's rounding: the last step reveals every token.
     """
     times = grid_times(nfe)
     alpha: list[float] = schedule.alpha(torch.tensor(times, dtype=torch.float64)).tolist()
     alpha[0] = 1.0
     for i in range(nfe, 0, -1):
-        yield GridStep(i, times[i], alpha[i - 1], alpha[i])
+        yield GridStep(i, times[i], alpha[i], float(reveal_probability(alpha[i - 1], alpha[i])))

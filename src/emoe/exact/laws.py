@@ -17,7 +17,6 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.console import Tick
-from emoe.diffusion.masking import reveal_probability
 from emoe.diffusion.schedule import Schedule
 from emoe.diffusion.times import GridStep, grid, grid_times
 from emoe.methods.base import Method
@@ -129,7 +128,7 @@ def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float]
     none_masked, all_masked = (False,) * length, (True,) * length
     mass: dict[Pattern, Any] = {none_masked: 0.0, all_masked: torch.ones([1] * length, dtype=torch.float64)}
     for step in steps:
-        reveal, after = float(reveal_probability(step.alpha_s, step.alpha_t)), {none_masked: mass[none_masked]}
+        after = {none_masked: mass[none_masked]}
         for pattern, table in read(step.time).items():
             if pattern not in mass:
                 continue
@@ -137,7 +136,7 @@ def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float]
             for left in itertools.product(*((False, True) if masked else (False,) for masked in pattern)):
                 axes = [axis for axis, stays in enumerate(left) if stays]
                 summed = joint.sum(axes, keepdim=True) if axes else joint
-                weight = reveal ** (sum(pattern) - sum(left)) * (1 - reveal) ** sum(left)
+                weight = step.reveal ** (sum(pattern) - sum(left)) * (1 - step.reveal) ** sum(left)
                 after[left] = after.get(left, 0.0) + weight * summed
         mass = after
     return mass[none_masked]

@@ -144,7 +144,7 @@ class BD3LM(Method, config=BD3LMConfig):
                 chain.at(step.number)
                 old = x[:, block]
                 log_x_theta = subs(self._read_block(x, block, cache), old, mask_id)
-                reveal = draw_revealed(old, step.alpha_s, step.alpha_t, mask_id, chain.stream("reveal"))
+                reveal = draw_revealed(old, step.reveal, mask_id, chain.stream("reveal"))
                 x[:, block] = torch.where(reveal, draw_categorical(log_x_theta, chain.stream("token")), old)
                 if on_step is not None:
                     revealed = torch.zeros_like(x, dtype=torch.bool)

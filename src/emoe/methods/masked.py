@@ -163,8 +163,8 @@ class MaskedDiffusion(Method):
         steps, draws = likelihood.steps, likelihood.draws
         noised = self.noise(x0, rng, likelihood)
         if draws:  # R: each masked position with probability a_i = weight / T
-            u = torch.rand(x0.shape, generator=rng.stream("reveal"), device=x0.device, dtype=torch.float64)
-            revealed = noised.scored & (u < (noised.weight / steps)[:, None])
+            chance = (noised.weight / steps)[:, None]
+            revealed = draw_revealed(noised.xt, chance, self.space.mask_id, rng.stream("reveal"))
             noised = replace(noised, scored=revealed).repeated(draws)
         out = self.infer(noised, self.final_ramp(x0.device), rng)
         nll = -out.log_token.sum(-1).double()
@@ -204,7 +204,7 @@ class MaskedDiffusion(Method):
         mask_id, plain = self.space.mask_id, sampler.kind == "plain"
         for step in grid(self.config.schedule, nfe):
             rng.at(step.number)
-            reveal = draw_revealed(x, step.alpha_s, step.alpha_t, mask_id, rng.stream("reveal"))
+            reveal = draw_revealed(x, step.reveal, mask_id, rng.stream("reveal"))
             run: Any = slice(None) if plain else reveal.any(-1).nonzero().squeeze(-1)
             rows, part, latent = x[run], reveal[run], None
             if len(rows):

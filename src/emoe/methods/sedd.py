@@ -18,7 +18,7 @@ from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
 from emoe.diffusion.categorical import AT_ONCE, draw_categorical
-from emoe.diffusion.masking import NEG_INF, mask_tokens, reveal_probability
+from emoe.diffusion.masking import NEG_INF, mask_tokens
 from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.diffusion.times import GridStep, grid, stratified_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
@@ -141,7 +141,7 @@ def tweedie_step(log_s: Logits, xt: Tokens, step: GridStep, mask_id: int, rng: R
     """Draw x_s by the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y), d = sigma_t - sigma_s; and what it revealed.
 
     (e^d - 1) r is a = (alpha_s - alpha_t) / (1 - alpha_t), so a masked position is revealed with probability
-    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. alpha_s = 1 reveals all.
+    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. The last step, a = 1, reveals all.
     """
     is_mask = torch.arange(log_s.shape[-1], device=log_s.device) == mask_id
 
@@ -152,9 +152,8 @@ def tweedie_step(log_s: Logits, xt: Tokens, step: GridStep, mask_id: int, rng: R
 
     u = torch.rand(xt.shape, generator=rng.stream("reveal"), device=xt.device, dtype=torch.float64)
     token, revealed = rng.stream("token"), xt == mask_id
-    if step.alpha_s < 1:
-        r = step.alpha_t / (1 - step.alpha_t)
-        a = float(reveal_probability(step.alpha_s, step.alpha_t))
-        chance = a / r * at(revealed, lambda part: part.logsumexp(-1)).exp()
+    if step.reveal < 1:
+        r = step.alpha / (1 - step.alpha)
+        chance = step.reveal / r * at(revealed, lambda part: part.logsumexp(-1)).exp()
         revealed = revealed.masked_scatter(revealed, u[revealed] < chance)
     return xt.masked_scatter(revealed, at(revealed, lambda part: draw_categorical(part, token))), revealed
