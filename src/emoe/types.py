@@ -45,7 +45,7 @@ class Needs:
     cond: int = 0  # size Z of a latent vector added to every position; 0 = none
     marks: bool = False  # a learned embedding of marked positions (the mask pattern)
     encoder: int = 0  # outputs of a recognition encoder of the same size; 0 = none
-    causal: bool = False  # each position sees itself and earlier ones only; `extend` with a cache
+    causal: bool = False  # each position attends to itself and earlier ones only; `extend` with a cache
     time: bool = False  # logits that depend on the time t
     attend: bool = False  # `attend` and `positions` in `forward`, and `extend` with a cache; no time
 

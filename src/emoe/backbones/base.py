@@ -33,7 +33,7 @@ def token_logits(scores: Float[Tensor, "*B L S"], mask_id: int) -> Float[Tensor,
 
 
 class Backbone(nn.Module, ABC):
-    """Tokens to features to logits; it knows no objective. Calling it is the one call that NFE counts.
+    """A map of tokens to features to logits, without an objective. NFE counts its calls.
 
     The features of a position decide its logits, so logits can be computed for some positions only (`read`).
     """
@@ -41,7 +41,7 @@ class Backbone(nn.Module, ABC):
     head: nn.Linear  # features to the logits of all V symbols, or of all but the mask
     mask_id: int
     routed_blocks: int  # D, the number of blocks that ask a route policy for experts; 0 if dense
-    routes_tokens: ClassVar[bool] = True  # every routed block routes each token by itself: P = L
+    routes_tokens: ClassVar[bool] = True  # every routed block routes each token: P = L
     local_last_block: ClassVar[bool] = True  # a route in the last block changes nothing but its own position
     has_mask_output: ClassVar[bool] = True  # the head has an output for the mask, which is never used
 

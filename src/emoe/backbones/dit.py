@@ -39,10 +39,10 @@ class DiTConfig(BackboneConfig, kind="dit"):
     cond_size: int = option(128, doc="size of the vector from which adaLN takes shift, scale and gate", low=1)
     time_size: int = option(256, doc="size of the sinusoidal time features; even", low=2)
     latent_hidden: int = option(512, doc="hidden size of the map from a latent vector to the conditioning", low=1)
-    dropout: float = option(0.1, doc="dropout of what attention and MLP add, in training", low=0, high=0.9)
+    dropout: float = option(0.1, doc="dropout of the outputs of attention and MLP, in training", low=0, high=0.9)
     rotary_base: float = option(10_000.0, doc="base of the rotary frequencies", above=1)
-    time_conditioning: bool = option(False, doc="let adaLN see the time; false: it sees time 0 always, as in MDLM")
-    causal: bool = option(False, doc="each position sees itself and earlier ones, and there is no adaLN (AR)")
+    time_conditioning: bool = option(False, doc="condition adaLN on the time; false: on time 0, as in MDLM")
+    causal: bool = option(False, doc="each position attends to itself and earlier ones, without adaLN (AR)")
     dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
     router: RouterConfig = option(RouterConfig(bias=False), doc="options of the routers")
 
@@ -64,7 +64,7 @@ class DiTConfig(BackboneConfig, kind="dit"):
             for name in sorted(needs.names() & self.supports - {"causal"}):
                 yield f"backbone: a causal 'dit' has no {name!r}, which the method needs"
         if needs.time and not self.time_conditioning:
-            yield "backbone.time_conditioning: must be true, since what the method predicts depends on the time"
+            yield "backbone.time_conditioning: must be true, since the prediction of the method depends on the time"
         if needs.attend and self.time_conditioning:
             yield "backbone.time_conditioning: must be false, since parts of a row have times of their own"
 

@@ -16,7 +16,7 @@ from emoe.config import option
 from emoe.routing.experts import Dispatch
 from emoe.types import Features, Latents, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
-EMBEDDING_STD = 0.2  # with 1 a router sees little of the other tokens (docs/decisions/0015-initialisation.md)
+EMBEDDING_STD = 0.2  # with 1, other tokens hardly affect a router (docs/decisions/0015-initialisation.md)
 
 
 @dataclass(frozen=True, kw_only=True)

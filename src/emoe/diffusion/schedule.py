@@ -37,7 +37,7 @@ class LinearSchedule(Schedule, kind="linear"):
 
 @dataclass(frozen=True, kw_only=True)
 class LogLinearSchedule(LinearSchedule, kind="loglinear"):
-    """alpha_t = 1 - (1 - eps) t: a token is clean at t = 1 with probability eps, as is usual; the weight is 1 / t."""
+    """alpha_t = 1 - (1 - eps) t: a token is clean at t = 1 with probability eps; the weight is 1 / t."""
 
     eps: float = option(1e-3, doc="probability that a token is clean at t = 1", low=0, high=0.5)
 

@@ -48,7 +48,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     free_every: int = option(1, doc="blocks with free nats: 1 = all, n = the first and every n-th after it", low=1)
     balance: float = option(0.0, doc="weight of the balance loss", low=0)
     usage_floor: float | None = option(
-        None, doc="balance loss: how far the entropy of a block's usage is below so many nats; none: Switch's", low=0
+        None, doc="balance loss: nats by which the entropy of a block's usage is below this; none: Switch's", low=0
     )
     route_tau: float = option(1.0, doc="sharpening of the prior when sampling; 1 = the model, 0 = greedy", low=0)
     compare: CompareConfig | None = option(

@@ -65,7 +65,7 @@ class SEDD(Method, config=SEDDConfig):
         return scaled.scatter(-1, xt[..., None], 0.0)
 
     def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
-        """Return the mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged apart."""
+        """Return the mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged."""
         t = stratified_times(len(x0), rng, self.config.t_low)
         xt = mask_tokens(x0, self.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
@@ -138,7 +138,7 @@ def score_entropy(log_total: Tensor, log_target: Tensor, sigma: PerRow) -> Float
 
 
 def tweedie_step(log_s: Logits, xt: Tokens, step: GridStep, mask_id: int, rng: Rng) -> tuple[Tokens, Positions]:
-    """Draw x_s by the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y), d = sigma_t - sigma_s; and what it revealed.
+    """Draw x_s by [exp(-d Q) s]_y * exp(d Q)(x_t, y), d = sigma_t - sigma_s; return it and the revealed positions.
 
     (e^d - 1) r is a = (alpha_s - alpha_t) / (1 - alpha_t), so a masked position is revealed with probability
     min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. The last step, a = 1, reveals all.

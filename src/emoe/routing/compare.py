@@ -40,7 +40,7 @@ class CompareConfig(Config):
     estimator: Literal["wake-sleep", "vimco", "leave-one-out"] = option("vimco", doc="how the posterior learns")
     draws: int = option(4, doc="routes K drawn from the posterior for each row and step, in one batched call", low=2)
     credit: Literal["row", "position"] = option(
-        "row", doc="what is compared: rows as a whole, or each position (of the coarsest block)"
+        "row", doc="unit of comparison: whole rows, or each position (of the coarsest block)"
     )
     in_turn: bool = option(False, doc="position l chooses its route in block l mod (D - 1) only; false: in every block")
     sum_last: bool = option(

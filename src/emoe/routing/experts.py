@@ -206,8 +206,8 @@ class _BiasedGelu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         u, bias, expert = ctx.saved_tensors
         du = _biased_gelu_slope(u, bias, expert, dy, ctx.approximate)
-        mine = expert == torch.arange(len(bias), device=expert.device)[:, None]
-        return du, (mine.to(du.dtype) @ du).to(bias.dtype), None, None
+        member = expert == torch.arange(len(bias), device=expert.device)[:, None]
+        return du, (member.to(du.dtype) @ du).to(bias.dtype), None, None
 
 
 @compiled_always
