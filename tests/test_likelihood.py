@@ -46,8 +46,8 @@ class Quadrature(Enumeration):
     def tokens(self, rows: Tensor, z: Tensor, t: float) -> Tensor:
         """log p(x^l | row, z) at every position as if it were masked, (B, R, L, V), for z (B, R)."""
         many = rows.repeat_interleave(z.shape[1], 0)
-        logits = self.method.backbone.predict(many, torch.full((len(many),), t).double(), cond=z.reshape(-1, 1)).logits
-        return torch.log_softmax(logits, -1).view(len(rows), z.shape[1], self.length, -1)
+        out = self.method.backbone(many, torch.full((len(many),), t).double(), cond=z.reshape(-1, 1))
+        return torch.log_softmax(self.method.backbone.read(out.h), -1).view(len(rows), z.shape[1], self.length, -1)
 
     def read(self, rows, t):
         log_token = self.tokens(rows, self.points.expand(len(rows), -1), t)
