@@ -91,7 +91,7 @@ class Study(pipeline.Study):
         ]
         config = run.experiment.eval
         pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
-        return [*pools, run.stage("nats", "route_kl/block1/position1", lambda: nats)]
+        return [*pools, stages.stage("nats", run.fields(), lambda: nats, "route_kl/block1/position1")]
 
     def write(self, results: Results) -> None:
         """The figure, and a table on the terminal."""

@@ -17,7 +17,7 @@ import torch
 from emoe import studies
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.domains.text.data import Text, TextConfig
+from emoe.domains.text.data import TextConfig
 from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.gen_ppl import score
 from emoe.evaluation.likelihood import estimate_nll, factorised_nll, held_out_rows
@@ -27,7 +27,7 @@ from emoe.reporting.results import Results
 from emoe.reporting.text import GREEDY, in_setting
 from emoe.runs.run import Run
 from emoe.runs.train import load_run
-from emoe.studies import eval_lm, pipeline, scores, text, training
+from emoe.studies import eval_lm, scores, text, training
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import escape
 from emoe.studies.stages import steps_done
@@ -201,23 +201,21 @@ def test_other_pools_and_another_lm_are_scored_anew(
 # --- The evaluation LM
 
 
-def lm_run(folder: Path, steps: int = 15) -> eval_lm.EvalLMRun:
-    settings = SMALL | {"method.experts": "3"}  # what concerns the models alone is left out
-    return eval_lm.EvalLMRun(eval_lm.eval_lm_experiment("text-tiny", settings, steps), folder, "cpu")
-
-
-def lm_text(sets: Path) -> Text:
-    return TextConfig(path=str(sets / "judge"), held_out="valid").build(0)
+def lm_study(folder: Path, sets: Path, steps: int = 15) -> text.Study:
+    settings = SMALL | {"method.experts": "3"}  # fields of the models alone are left out
+    fields = {"runs": folder, "methods": ("emoe",), "device": "cpu", "eval_lm_set": sets / "judge"}
+    return text.Study(text.Options(**SIZES | fields | {"eval_lm_steps": steps}, settings=settings))
 
 
 def test_the_lm_is_the_ar_recipe_on_text_of_its_own(finished: Path, sets: Path) -> None:
-    experiment, recipe = lm_run(Path()).experiment, get_recipe("text-tiny-ar")
+    whole, recipe = lm_study(finished / "runs", sets).lm_run, get_recipe("text-tiny-ar")
+    experiment = whole.experiment
     assert experiment.name == "text-tiny-judge train.batch=8 train.steps=15"
     assert experiment.domain == TextConfig(path="sets/text-judge", held_out="valid")
     assert (experiment.method, experiment.backbone) == (recipe.method, recipe.backbone)
-    whole = lm_run(finished / "runs")
-    assert whole.finished and whole.is_ready and list(whole.validations()) == [2, 4, 6, 8, 10, 12, 14, 15]
-    best = load_run(whole.best_path, device="cpu", domain=lm_text(sets))
+    assert whole.steps_left == 0 and whole.is_ready and list(whole.validations()) == [2, 4, 6, 8, 10, 12, 14, 15]
+    domain = TextConfig(path=str(sets / "judge"), held_out="valid").build(0)
+    best = load_run(whole.best_path, device="cpu", domain=domain)
     nll = estimate_nll(best.method, best.domain.test_rows.long(), Likelihood("exact")).value / 8
     assert whole.best() == (best.step, pytest.approx(nll)) and nll == min(whole.validations().values())
 
@@ -225,7 +223,7 @@ def test_the_lm_is_the_ar_recipe_on_text_of_its_own(finished: Path, sets: Path) 
 def test_the_lm_stops_early_keeps_its_best_step_and_resumes(sets: Path, tmp_path: Path, monkeypatch) -> None:
     """Interrupted between a checkpoint and its validation, and between a validation and the keeping of its step."""
     losses = {4: 4.0, 8: 3.0, 12: 5.0, 16: 4.5, 20: 4.2, 24: 1.0}
-    keep, stop = eval_lm.KeepBest._keep, pipeline.StopSignal()
+    keep, trial = eval_lm.KeepBest._keep, lm_study(tmp_path, sets, 32)
 
     def nll(method: Any, *_: Any) -> Any:
         step = steps_done(run.path)
@@ -240,21 +238,21 @@ def test_the_lm_stops_early_keeps_its_best_step_and_resumes(sets: Path, tmp_path
 
     monkeypatch.setattr(eval_lm, "estimate_nll", nll)
     monkeypatch.setattr(eval_lm.KeepBest, "_keep", keep_some)
-    run = lm_run(tmp_path, 32)
+    run = trial.lm_run
     broken = 4  # read by the functions above
     for following, steps in ((-8, []), (16, [4, 8]), (0, [4, 8, 12])):
         with pytest.raises(KeyboardInterrupt):
-            run.train(lm_text(sets), stop, None, quiet=True)
-        assert list(run.validations()) == steps and not run.finished
+            trial.train_eval_lm()
+        assert list(run.validations()) == steps and run.steps_left
         broken = following
-    run.train(lm_text(sets), stop, None, quiet=True)
+    trial.train_eval_lm()
     assert list(run.validations().items()) == [(step, losses[step]) for step in (4, 8, 12, 16, 20)]
-    assert run.finished and steps_done(run.best_path) == 8 and steps_done(run.path) == 20
+    assert run.steps_left == 0 and steps_done(run.best_path) == 8 and steps_done(run.path) == 20
     assert len(list(run.best_path.glob("checkpoints/*"))) == 1
     shutil.rmtree(run.best_path)  # a lost best step is not replaced
-    assert not run.finished
+    assert run.steps_left
     with pytest.raises(DataError, match="is incomplete; remove it and"):
-        run.train(lm_text(sets), stop, None, quiet=True)
+        trial.train_eval_lm()
 
 
 # --- What is refused

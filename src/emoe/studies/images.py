@@ -30,7 +30,7 @@ from emoe.reporting.table import models
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import mean_curve
+from emoe.studies.pipeline import levels, mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
@@ -89,29 +89,25 @@ class Study(pipeline.Study):
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
         work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
         work += [stages.pool(run, PoolKey(nfe), self.samples(run), keep=EDGE * EDGE) for nfe in steps]
-        return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows)]
+        real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), self.samples(run))
+        return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows), real]
 
     def samples(self, run: Trained) -> int:
         """Samples for each NFE."""
         return self.options.samples or run.experiment.eval.samples
 
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Real images; models on other data have their own."""
-        first = {reference_name(parse(run.experiment.name).changes): run for run in reversed(runs)}
-        return [real_stage(run.domain, name, self.samples(run)) for name, run in first.items()]
-
     def write(self, results: Results) -> None:
         """Tables, curves over NFE, samples, and an animation of a model whose latent are experts."""
-        data, part, always = self.options.study, results.only(task=self.options.study), self.options.only == "draw"
+        data, part = self.options.study, results.only(task=self.options.study)
         self.page(f"{data}.md", image_page(results))
         self.print_tables([*bpd_tables(part), *nfe_tables(part)])
-        self.panels(f"{data}-curves.png", curves(part), always=always, width=3.3)
+        self.panels(f"{data}-curves.png", curves(part), width=3.3)
         if pools := self._shown_pools():
             draw_samples = functools.partial(_draw_samples, pools, results, self.runs[0].domain)
-            self.figure(f"{data}-samples.png", draw_samples, always=always)
+            self.figure(f"{data}-samples.png", draw_samples)
         animated = [run for run in self.runs if not run.steps_left and run.method.has_latent]
         for run in [run for run in animated if run.experiment.method.needs().experts][:1]:
-            self.figure(f"{data}-film.gif", functools.partial(animation, run), always=always)
+            self.figure(f"{data}-film.gif", functools.partial(animation, run))
 
     def _shown_pools(self) -> list[Archive]:
         """Samples of all methods with the changes and the seed of the first run, also those of earlier commands."""
@@ -136,7 +132,7 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
         items = images.measure(images.test_rows.long())
         return [compared[item.metric] if item.metric in COMPARING else item for item in items]
 
-    return stages.reference("real images", images, measure, "pixel_tv", recipe=name, n=count)
+    return stages.reference("real images", images, measure, "pixel_tv", n=count, recipe=name)
 
 
 def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, path: Path) -> None:
@@ -165,10 +161,9 @@ def curves(results: Results) -> list[list[Panel]]:
     for data, metric in [(data, metric) for data in data_of(results)[:1] for metric in CURVES]:
         part = results.only(data=data)
         rows = {line.labels[0]: line.where(metric=metric).rows for line in models(part)}
-        lines = {label: mean_curve(group, lambda row: row.nfe) for label, group in rows.items()}
-        real = [row.value for row in real_data(part).where(metric=metric).rows]
-        levels = {"real data": real[0]} if real else {}
-        panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=levels))
+        lines = {label: mean_curve(group) for label, group in rows.items()}
+        real = levels({"real data": real_data(part).where(metric=metric).rows})
+        panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=real))
     return [panels]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,7 +13,7 @@ from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Panel
 from emoe.recipes import get_recipe
 from emoe.reporting import ties
-from emoe.reporting.results import Results
+from emoe.reporting.results import Results, Row
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.options import flag, hidden, seeds_flag
 from emoe.studies.pipeline import mean_curve
@@ -76,12 +75,8 @@ class Study(pipeline.Study):
         """Samples, bound@1 with the coordination gain, and the routing at the end of training."""
         config, bound = run.experiment.eval, stages.likelihood(run, "bound@1", HELD_OUT_ROWS)
         pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
-        return [*stages.times(run), *pools, bound, *training.routing(run)]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """What the best factorised chain keeps of the ties; at NFE 1 chance."""
-        unique = {run.domain.name: run for run in runs}.values()
-        return [_ideal(run.domain, nfe) for run in unique for nfe in run.experiment.eval.nfe]
+        ideal = [_ideal(run.domain, nfe) for nfe in config.nfe]
+        return [*stages.times(run), *pools, bound, *training.routing(run), *ideal]
 
     def write(self, results: Results) -> None:
         """Tables of these runs; the figure of everything that is recorded."""
@@ -93,6 +88,7 @@ class Study(pipeline.Study):
 
 
 def _ideal(domain: Domain, nfe: int) -> Stage:
+    """What the best factorised chain keeps of the ties; at NFE 1 chance."""
     assert isinstance(domain, Ties)
     share = domain.ideal
 
@@ -102,10 +98,14 @@ def _ideal(domain: Domain, nfe: int) -> Stage:
     return stages.reference(f"ideal chain, NFE {nfe},", domain, measure, "ties", method="ideal", nfe=nfe)
 
 
+def _length(row: Row) -> int:
+    return ties.setting_of(row.data).length
+
+
 def _panel(results: Results, family: str) -> Panel:
     """Ties kept at NFE 1 against L: a line for each variant, and chance."""
     groups = {label: rows for (name, label), rows in ties.by_variant(results).items() if name == family}
-    curves = {label: mean_curve(rows, lambda row: ties.setting_of(row.data).length) for label, rows in groups.items()}
+    curves = {label: mean_curve(rows, _length) for label, rows in groups.items()}
     chance = [row for row in results.select(method="ideal") if ties.setting_of(row.data).family == family]
-    curves["chance"] = mean_curve(chance, lambda row: ties.setting_of(row.data).length, colour="0.4", style=":")
+    curves["chance"] = mean_curve(chance, _length, colour="0.4", style=":")
     return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")

@@ -15,12 +15,10 @@ from emoe.domains.text.data import Text, TextConfig, read_manifest
 
 def describe_text(text: Text) -> dict[str, Any]:
     """The held-out rows of a set and its tokens, by checksum."""
-    manifest, space = text.manifest, text.space
-    return {
-        "data": text.name, "split": text.held_out, "split_sha256": manifest["splits"][text.held_out]["sha256"],
-        "tokenizer": manifest["tokenizer"]["sha256"], "length": space.length, "size": space.size, "mask": space.mask_id,
-        "packing": manifest.get("packing"),
-    }  # fmt: skip
+    manifest, space, split = text.manifest, text.space, text.held_out
+    rows = {"data": text.name, "split": split, "split_sha256": manifest["splits"][split]["sha256"]}
+    tokens = {"tokenizer": manifest["tokenizer"]["sha256"], "packing": manifest.get("packing")}
+    return {**rows, **tokens, "length": space.length, "size": space.size, "mask": space.mask_id}
 
 
 @dataclass
@@ -43,14 +41,6 @@ class Sets:
         if config not in self._built:
             self._built[config] = Text(config, self.path(config))
         return self._built[config]
-
-    @functools.cached_property
-    def lm_text(self) -> Text | None:
-        """The text of the evaluation LM; None if it is not on this machine."""
-        try:
-            return self.open(self.lm_config)
-        except DataError:
-            return None
 
     @functools.cached_property
     def zero_shot_text(self) -> Text | None:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
@@ -88,21 +87,12 @@ class Study(pipeline.Study):
         return work + [gain] * (GAIN in metrics)
 
     def write(self, results: Results) -> None:
-        """The table of trials, best first."""
         given = itertools.product(self.options.metric, self.options.nfe)
-        first, *others = dict.fromkeys(Column(metric, None if metric == GAIN else calls) for metric, calls in given)
-        base, rows = first.values(results, self.trials["base"]), []
-        for label, trial in sorted(self.trials.items(), key=lambda item: first.rank(results, item[1])):
-            own = first.values(results, trial)
-            gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
-            cells = [column.cell(results, trial) for column in [*others, Column("step_ms", None)]]
-            gain = write(gap, f"+.{first.digits}f")
-            rows.append([label, first.cell(results, trial), gain, *cells, f"{len(own)}/{len(trial)}"])
-        header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
-        table = Table(header, rows, title=self.options.recipe, note=NOTE)
+        columns = dict.fromkeys((metric, None if metric == GAIN else nfe) for metric, nfe in given)
+        table = ranking(results, self.trials, [*columns, ("step_ms", None)])
+        table.title = self.options.recipe
         self.print_tables([table])
-        command = f"```bash\n{self.options.command_line()}\n```\n"
-        self.page("ranking.md", f"{markdown([table])}\n{command}")
+        self.page("ranking.md", f"{markdown([table])}\n```bash\n{self.options.command_line()}\n```\n")
 
     def close(self) -> int:
         """A failed trial is a result; the exit code is 1 only if all of them fail."""
@@ -204,33 +194,36 @@ def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> 
                 raise ConfigError([f"metric: {domain.name} has no {metric!r}{hint(metric, [*names, GAIN])}"])
 
 
-class Column(NamedTuple):
-    """A metric at a number of network calls."""
+def ranking(results: Results, trials: Trials, columns: Sequence[tuple[str, int | None]]) -> Table:
+    """Means over tasks and seeds of metrics at numbers of network calls, for all trials.
 
-    metric: str
-    nfe: int | None
+    The first column ranks them if higher or lower is better; trials that lack a run are last.
+    """
+    digits = {metric: 4 if metric in ("kl", "nll") else measure(metric).digits for metric, _ in columns}
+    metric = columns[0][0]
+    better = "low" if metric == "nll" else measure(metric).better
+    values: dict[str, list[dict[int, float]]] = {  # of each trial, for each column, by the position of the run
+        label: [_values(results, trial, *column) for column in columns] for label, trial in trials.items()
+    }
 
-    def __str__(self) -> str:
-        return self.metric if self.nfe is None else f"{self.metric}, NFE {self.nfe}"
+    def rank(label: str) -> tuple[bool, float]:
+        first = values[label][0]
+        sign = {"high": -1.0, "low": 1.0, None: 0.0}[better]
+        return len(first) < len(trials[label]), sign * math.fsum(first.values()) / max(1, len(first))
 
-    @property
-    def digits(self) -> int:
-        """Decimals; differences of likelihoods are small."""
-        return 4 if self.metric in ("kl", "nll") else measure(self.metric).digits
+    rows, base = [], values["base"][0]
+    for label in sorted(trials, key=rank):
+        first = values[label][0]
+        gap = mean_of(first[run] - base[run] for run in first if run in base) if label != "base" else None
+        means = [mean_of(column.values()) for column in values[label]]
+        cells = [write(mean, f".{digits[name]}f") for mean, (name, _) in zip(means, columns, strict=True)]
+        cells.insert(1, write(gap, f"+.{digits[metric]}f"))
+        rows.append([label, *cells, f"{len(first)}/{len(trials[label])}"])
+    first_name, *names = [metric if nfe is None else f"{metric}, NFE {nfe}" for metric, nfe in columns[:-1]]
+    return Table(["Trial", first_name, "minus base", *names, "ms per step", "runs"], rows, note=NOTE)
 
-    def values(self, results: Results, trial: Sequence[Experiment]) -> dict[int, float]:
-        """The numbers of the runs of a trial that have one, by their position."""
-        same = {"metric": self.metric, "nfe": self.nfe}
-        groups = [results.select(recipe=one.name, seed=one.seed, **same) for one in trial]
-        return {position: float(rows[0].value) for position, rows in enumerate(groups) if rows}
 
-    def cell(self, results: Results, trial: Sequence[Experiment]) -> str:
-        """Mean and standard error over tasks and seeds."""
-        return write(mean_of(self.values(results, trial).values()), f".{self.digits}f")
-
-    def rank(self, results: Results, trial: Sequence[Experiment]) -> tuple[bool, float]:
-        """Sort key: trials that lack a run last, the others by their mean if higher or lower is better."""
-        values = self.values(results, trial)
-        better = "low" if self.metric == "nll" else measure(self.metric).better
-        sign = {"high": -1.0, "low": 1.0}.get(better or "", 0.0)
-        return len(values) < len(trial), sign * math.fsum(values.values()) / max(1, len(values))
+def _values(results: Results, trial: Sequence[Experiment], metric: str, nfe: int | None) -> dict[int, float]:
+    """The numbers of the runs of a trial that have one, by their position."""
+    groups = [results.select(recipe=one.name, seed=one.seed, metric=metric, nfe=nfe) for one in trial]
+    return {position: float(rows[0].value) for position, rows in enumerate(groups) if rows}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from jaxtyping import Int, Integer
 from torch import Tensor
 
 from emoe.config import ConfigError
+from emoe.console import meter
 from emoe.domains.base import DataError
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
 from emoe.evaluation.likelihood import factorised_nll
-from emoe.experiment import Experiment, customise
+from emoe.experiment import Experiment
 from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
 from emoe.reporting.cells import Line, measure
@@ -34,12 +35,12 @@ from emoe.reporting.table import models
 from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
-from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
+from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import mean_curve
+from emoe.studies.pipeline import levels, mean_curve
 from emoe.studies.pools import Archive, PoolKey
 from emoe.studies.samples import samples_page
-from emoe.studies.scores import Scoring, mauve_stages
+from emoe.studies.scores import mauve_stages, score_stages
 from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Likelihood, Measurement
@@ -54,9 +55,7 @@ GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the pap
 class Options(options.Options):
     """Options of the study of text."""
 
-    reserved = {
-        "eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set",
-    }  # fmt: skip
+    reserved = {"eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set"}
 
     study: str = hidden("text")
     size: str = flag(SIZES[0], "recipes", allowed=SIZES)
@@ -86,43 +85,45 @@ class Study(pipeline.Study):
 
     options: Options
     gpu_jobs = 1
+    writing_parts = (None, "draw")
 
     def __init__(self, options: Options):
         super().__init__(options)
         lm = eval_lm_experiment(options.size, options.settings, options.eval_lm_steps)
         text = self.runs[0].experiment.domain
         self.sets = Sets(text, lm.domain, options.set, options.eval_lm_set, options.zero_shot)
-        self.lm_run = EvalLMRun(lm, options.run_folder, str(self.device))
+        self.lm_run = EvalLMRun(self, lm)
 
     def experiments(self) -> list[Experiment]:
-        """The recipes of the methods."""
         given = self.options
         return recipe_experiments(given.size, given.methods, given.seeds, given.settings)
 
     def build_domain(self, experiment: Experiment) -> Text:
-        """The set of the models."""
         return self.sets.open(experiment.domain)
 
-    def run(self) -> int:
-        """Everything that is missing, or one part."""
-        parts = {self.options.only} if self.options.only else {"train", "eval-lm", "score", "draw"}
-        merge(self.options.merge, self.results)
-        with self.interruptible():
-            if "eval-lm" in parts and not self.lm_run.finished:
-                self.sets.check_eval_lm()
-            if "train" in parts:
-                self.sets.check()
-                self.train()
-                self.measure()
-            if "eval-lm" in parts:
-                self.train_eval_lm()
-            if "score" in parts:
-                self.run_stages("scores", self.score_stages())
-            if "draw" in parts:
-                self.run_stages("MAUVE", self.mauve_stages())
-        if "draw" in parts:
-            self.finish()
-        return self.close()
+    def work(self) -> None:
+        """All parts, or one."""
+        self.merge()
+        if self.wants("eval-lm") and self.lm_run.steps_left:
+            self.sets.check_eval_lm()
+        if self.wants("train"):
+            self.sets.check()
+            self.train()
+            self.measure()
+        if self.wants("eval-lm"):
+            self.train_eval_lm()
+        if self.wants("score"):
+            self.run_stages("scores", self.score_stages())
+        if self.wants("draw"):
+            self.run_stages("MAUVE", self.mauve_stages())
+
+    def merge(self) -> None:
+        """Merge results files of other machines; of two rows of one identity the younger stays."""
+        results, paths = self.known(), self.options.merge
+        if missing := [path for path in paths if not path.is_file()]:
+            raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
+        for path in paths:
+            results.merge(Results.load(path)).save(self.results)
 
     def stages(self, run: Trained) -> list[Stage]:
         """Everything that needs the weights of a model."""
@@ -140,7 +141,7 @@ class Study(pipeline.Study):
             work += [likelihood(name=name, zero_shot=self.sets.zero_shot_text) for name in bounds]
         steps = run.experiment.method.allowed_nfe(options.nfe or config.nfe, text.space.length)
         keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
-        if _has_fields(run.experiment, GREEDY.settings):
+        if hasattr(run.experiment.method, "route_tau"):
             keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
         sampler = dataclasses.replace(config.sampler, kind=options.sampler)  # type: ignore[arg-type]
         try:
@@ -148,43 +149,38 @@ class Study(pipeline.Study):
         except ConfigError:  # the method has a sampler of its own
             sampler = PLAIN
         pool = functools.partial(stages.pool, run, samples=options.samples, keep=options.samples, write=text.decode)
-        return work + [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Metrics of held-out rows."""
-        unique = {run.domain.name: run.domain for run in runs}.values()
-        return [_held_out(text, self.options.samples) for text in unique]
+        work += [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
+        return [*work, _held_out(text, options.samples)]
 
     def train_eval_lm(self) -> None:
         """Train the evaluation LM, or continue."""
         run = self.lm_run
-        if not run.finished and not self.past_deadline:
-            run.train(self.sets.open(self.sets.lm_config), self.stop, self.deadline, quiet=self.options.quiet)
-        if run.finished and (best := run.best()):
+        if run.steps_left:
+            with meter(run.steps_left, run.label, quiet=self.options.quiet) as tick:
+                self._train(run, tick, KeepBest(run))
+        if not run.steps_left and (best := run.best()):
             self.note(f"evaluation LM: best at step {best[0]}, {best[1]:.4f} nats per token of its validation rows")
-        else:
-            self.untrained += 1
 
     def score_stages(self) -> list[Stage]:
         """Scores of every pool; without pools or the evaluation LM an error if they alone are asked for."""
-        pools, folder, needed = self.pools(), self.options.run_folder, self.options.only == "score"
-        if not pools and needed:
+        pools, folder, run = self.pools(), self.options.run_folder, self.lm_run
+        if not pools and self.options.only == "score":
             raise DataError(f"{folder / 'pools'}: holds no pools; draw them with --only train, or copy them there")
-        if not self.lm_run.is_ready:
-            if needed:
-                problem = f"{self.lm_run.best_path.name} is not trained in {folder}; use --only eval-lm first"
+        if not run.is_ready:
+            if self.options.only == "score":
+                problem = f"{run.best_path.name} is not trained in {folder}; use --only eval-lm first"
                 raise ConfigError([f"eval-lm: {problem}"])
             self.unmeasured += sum(len(pool.arrays) for pool in pools)
             return []
-        groups: dict[str, tuple[Text, list[Archive]]] = {}
+        groups: dict[Text, list[Archive]] = {}
         for pool in pools:
-            text = self.sets.matching(pool.manifest)
-            groups.setdefault(text.name, (text, []))[1].append(pool)
-        page, rows = self.options.results / f"{self.options.stem}-judge.json", self.options.rows
+            groups.setdefault(self.sets.matching(pool.manifest), []).append(pool)
+        page, best = self.options.results / f"{self.options.stem}-judge.json", run.best()
+        options: dict[str, Any] = {"page": page, "rows": self.options.rows, "best_nll": best and best[1]}
         return [
             stage
-            for text, own in groups.values()
-            for stage in Scoring(self.lm_run, self.sets.lm_text, text, rows, folder / "features", page).stages(own)
+            for text, own in groups.items()
+            for stage in score_stages(run.scorer(text), text, own, folder / "features", **options)
         ]
 
     def pools(self) -> list[Archive]:
@@ -214,23 +210,6 @@ class Study(pipeline.Study):
         self.panels(f"{stem}-gen-ppl.png", _gen_ppl(results), height=3.0)
         self.panels(f"{stem}-latent.png", _latent(results), height=3.0)
         self.print_tables([*text_tables("gen-ppl", results)[:1], *text_tables("likelihood", results)])
-
-
-def merge(paths: Sequence[Path], into: Path) -> None:
-    """Merge results files of other machines; of two rows of one identity the younger stays."""
-    if missing := [path for path in paths if not path.is_file()]:
-        raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
-    results = Results.load(into) if into.exists() else Results()
-    for path in paths:
-        results.merge(Results.load(path)).save(into)
-
-
-def _has_fields(experiment: Experiment, settings: Mapping[str, str]) -> bool:
-    try:
-        customise(experiment, settings)
-    except ConfigError:
-        return False
-    return True
 
 
 def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], size: int) -> float:
@@ -265,10 +244,9 @@ def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
         for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", ":")):
             name = " ".join(filter(None, [setting, variant])) or None
             if rows := line.where(metric=metric, convention=name).rows:
-                curves[line.labels[0] + label] = mean_curve(rows, lambda row: row.nfe, style=style)
-    real = [row.value for row in part.select(method="data", metric=metric, convention=setting)]
-    levels = {"held-out text": real[0]} if real else {}
-    return Panel(f"{data}: {measure(metric).label}", curves, log_y=metric == "gen_ppl", levels=levels)
+                curves[line.labels[0] + label] = mean_curve(rows, style=style)
+    real = levels({"held-out text": part.select(method="data", metric=metric, convention=setting)})
+    return Panel(f"{data}: {measure(metric).label}", curves, log_y=metric == "gen_ppl", levels=real)
 
 
 def _latent(results: Results) -> list[list[Panel]]:

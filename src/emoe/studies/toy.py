@@ -47,15 +47,9 @@ class ToyStudy(pipeline.Study):
     """Base of studies of toy models: samples over NFE, beside real data and the ideal chain."""
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Times and samples, all of which are kept for figures."""
         config = run.experiment.eval
         pools = [stages.pool(run, PoolKey(nfe), config.samples, keep=config.samples) for nfe in config.nfe]
-        return [*stages.times(run), *pools]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Real data and the ideal chain, for each density and seed."""
-        unique = {(run.domain.name, run.experiment.seed): run for run in runs}.values()
-        return [stage for run in unique for stage in _references(run.domain, run.experiment)]
+        return [*stages.times(run), *pools, *_references(run.domain, run.experiment)]
 
 
 class Study(ToyStudy):
@@ -64,7 +58,6 @@ class Study(ToyStudy):
     options: Options
 
     def experiments(self) -> list[Experiment]:
-        """Seed by seed, every method on every density."""
         given = self.options
         return [
             experiment
@@ -74,11 +67,9 @@ class Study(ToyStudy):
         ]
 
     def stages(self, run: Trained) -> list[Stage]:
-        """With the exact laws, if they are wanted."""
         return super().stages(run) + ([stages.exact(run)] if self.options.exact else [])
 
     def write(self, results: Results) -> None:
-        """The page of tables, figures of the first seed, and metrics over NFE on the terminal."""
         self.page("toy.md", toy_page(results))
         first = [run for run in self.runs if run.experiment.seed == self.options.seeds[0]]
         for name, grid in _grids(first, results).items():
