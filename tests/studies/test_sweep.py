@@ -46,7 +46,7 @@ def test_trials() -> None:
         ("8-modes", 3), ("8-modes", 4), ("swiss-roll", 3), ("swiss-roll", 4)
     ]  # fmt: skip
     assert {one.optim.lr for one in grid} == {0.01} and {one.method.experts for one in grid} == {4}
-    assert made["method=mdlm"][0].method.kind == "mdlm"
+    assert next(iter(made["method=mdlm"])).method.kind == "mdlm"
     names = {one.name for trial in made.values() for one in trial}
     assert len(names) == 12 and "demo-emoe method.experts=4 optim.betas=0.8,0.9 optim.lr=0.01" in names
 

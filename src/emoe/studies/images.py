@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,6 @@ class Study(pipeline.Study):
     gpu_jobs = 1
 
     def experiments(self) -> list[Experiment]:
-        """The recipes of the methods."""
         given = self.options
         methods = given.methods or (*METHODS, OURS[given.study])
         return recipe_experiments(given.study, methods, given.seeds, given.settings)
@@ -88,33 +87,34 @@ class Study(pipeline.Study):
         batch = max(1, min(config.batch, TOKENS // run.domain.space.length))
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
         work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
-        work += [stages.pool(run, PoolKey(nfe), self.samples(run), keep=EDGE * EDGE) for nfe in steps]
-        real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), self.samples(run))
+        samples = options.samples or config.samples
+        work += [stages.pool(run, PoolKey(nfe), samples, keep=EDGE * EDGE) for nfe in steps]
+        real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), samples)
         return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows), real]
 
-    def samples(self, run: Trained) -> int:
-        """Samples for each NFE."""
-        return self.options.samples or run.experiment.eval.samples
-
     def write(self, results: Results) -> None:
-        """Tables, curves over NFE, samples, and an animation of a model whose latent are experts."""
         data, part = self.options.study, results.only(task=self.options.study)
         self.page(f"{data}.md", image_page(results))
         self.print_tables([*bpd_tables(part), *nfe_tables(part)])
         self.panels(f"{data}-curves.png", curves(part), width=3.3)
-        if pools := self._shown_pools():
-            draw_samples = functools.partial(_draw_samples, pools, results, self.runs[0].domain)
-            self.figure(f"{data}-samples.png", draw_samples)
+        if cells := self._samples(results):
+            self.figure(f"{data}-samples.png", functools.partial(sample_grid, cells))
         animated = [run for run in self.runs if not run.steps_left and run.method.has_latent]
         for run in [run for run in animated if run.experiment.method.needs().experts][:1]:
             self.figure(f"{data}-film.gif", functools.partial(animation, run))
 
-    def _shown_pools(self) -> list[Archive]:
-        """Samples of all methods with the changes and the seed of the first run, also those of earlier commands."""
-        first, paths = self.runs[0].experiment, (self.options.run_folder / "pools").glob(f"{self.options.study}-*.npz")
-        wanted, archives = (parse(first.name).changes, first.seed), map(Archive.open, sorted(paths))
-        same = [one for one in archives if (parse(one.manifest["recipe"]).changes, one.manifest["seed"]) == wanted]
-        return sorted(same, key=lambda archive: method_rank(archive.manifest["method"]))
+    def _samples(self, results: Results) -> dict[str, dict[str, np.ndarray]]:
+        """Real images and samples at each NFE, of all methods with the changes and the seed of the first run."""
+        first, rows = self.runs[0].experiment, {}
+        paths = sorted((self.options.run_folder / "pools").glob(f"{self.options.study}-*.npz"))
+        for archive in sorted(map(Archive.open, paths), key=lambda archive: method_rank(archive.manifest["method"])):
+            recipe, seed = parse(archive.manifest["recipe"]), archive.manifest["seed"]
+            if (recipe.changes, seed) == (parse(first.name).changes, first.seed):
+                label = results.label(archive.manifest["method"])
+                cells = {"real data": self.runs[0].domain.fresh(EDGE * EDGE, derive_seed(seed, label))}
+                cells |= {f"NFE {key.nfe}": archive.tokens(key) for key in archive.keys()}
+                rows[label] = {name: as_images(cell) for name, cell in cells.items()}
+        return rows
 
 
 def real_stage(images: Domain, name: str, count: int) -> Stage:
@@ -135,17 +135,6 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
     return stages.reference("real images", images, measure, "pixel_tv", n=count, recipe=name)
 
 
-def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, path: Path) -> None:
-    """The first samples of each method at each NFE, and real images."""
-    rows = {}
-    for archive in pools:
-        label = results.label(archive.manifest["method"])
-        cells = {"real data": domain.fresh(EDGE * EDGE, derive_seed(archive.manifest["seed"], label))}
-        cells |= {f"NFE {key.nfe}": archive.tokens(key) for key in archive.keys()}
-        rows[label] = {name: as_images(cell) for name, cell in cells.items()}
-    sample_grid(rows, path)
-
-
 def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
     """A line of panels for each method (label -> column -> images), each with its first 4 x 4 images."""
 
@@ -157,11 +146,9 @@ def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], p
 
 def curves(results: Results) -> list[list[Panel]]:
     """Frechet distance, coverage and confidence over NFE: a line for each model, real data as a level."""
-    panels = []
-    for data, metric in [(data, metric) for data in data_of(results)[:1] for metric in CURVES]:
-        part = results.only(data=data)
-        rows = {line.labels[0]: line.where(metric=metric).rows for line in models(part)}
-        lines = {label: mean_curve(group) for label, group in rows.items()}
+    part, panels = results.only(data=data_of(results)[:1]), []
+    for metric in CURVES if part.rows else ():
+        lines = {line.labels[0]: mean_curve(line.where(metric=metric).rows) for line in models(part)}
         real = levels({"real data": real_data(part).where(metric=metric).rows})
         panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=real))
     return [panels]

@@ -42,18 +42,15 @@ class Study(pipeline.Study):
     options: Options
 
     def experiments(self) -> list[Experiment]:
-        """The models of the demo."""
         return [customise(get_recipe(name), self.options.settings) for name in EXPERIMENTS]
 
     def stages(self, run: Trained) -> list[Stage]:
-        """The likelihoods and the exact NLL."""
         names = ["objective", *["nelbo"] * (not run.method.has_latent)]
         names += [name.format(steps) for steps in STEPS for name in BOUNDS.values()]
         truth = _truth(run.domain, self.runs[0].experiment)
         return [*(stages.likelihood(run, name, ROWS) for name in names), _exact(run), truth]
 
     def write(self, results: Results) -> None:
-        """The table, and bounds and exact NLL against T, a panel for each method."""
         self.print_tables(likelihood_tables(results))
         nll = results.only(task="toy", metric="nll")
         self.panels("likelihood.png", [[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ class Study:
         self.failed: dict[str, str] = {}  # label -> the error that ended it
         self.untrained = self.unmeasured = 0  # runs and stages that are left when the budget is used up
         self.stop, self.began, self._machine = StopSignal(), time.monotonic(), describe_machine(self.device)
-        self.deadline = None if options.budget is None else self.began + 60 * options.budget
+        self.deadline = math.inf if options.budget is None else self.began + 60 * options.budget
         self.written: list[Path] = []  # pages and figures that have changed
         self._domains: dict[object, Domain] = {}
         self._lock = threading.RLock()
@@ -123,7 +124,7 @@ class Study:
             new = [stage for stage in self.stages(run) if stage.wanted not in seen]
             seen += [stage.wanted for stage in new]
             if own := [stage for stage in new if not stage.done(results)]:
-                todo, tasks[run] = todo + own, functools.partial(self._measure, run, own)
+                todo, tasks[run] = todo + own, functools.partial(self._measure, own, run=run)
         self.note(f"{len(todo)} measurements to make")
         self._parallel("measurements", sum(stage.rows for stage in todo), tasks)
 
@@ -132,8 +133,7 @@ class Study:
         results = self.known()
         left = [stage for stage in stages if not stage.done(results)]
         with meter(sum(stage.rows for stage in left), label, quiet=self.options.quiet) as tick:
-            for stage in left:
-                self._run_stage(stage, stage.name, tick)
+            self._measure(left, tick)
 
     def finish(self) -> None:
         """Write and print everything that is recorded."""
@@ -201,7 +201,7 @@ class Study:
     @property
     def past_deadline(self) -> bool:
         """Whether the budget is used up."""
-        return self.deadline is not None and time.monotonic() >= self.deadline
+        return time.monotonic() >= self.deadline
 
     def _parallel(self, label: str, total: int, tasks: Mapping[Trained, Task]) -> None:
         """Run the tasks of runs in `jobs` threads."""
@@ -238,8 +238,7 @@ class Study:
         """Train a run to the end or the deadline, and record in its folder how long it took."""
         if not self.past_deadline:
             start = steps_done(run.path)
-            callbacks: list[Callback] = [RunProgress(run.label, start, tick, self.note), *others]
-            callbacks += [] if self.deadline is None else [Deadline(self.deadline)]
+            callbacks = [RunProgress(run.label, start, tick, self.note), *others, Deadline(self.deadline)]
             resume = functools.partial(train, run.experiment, run.path, resume=True, device=str(self.device))
             result = resume(callbacks=callbacks, stop=self.stop, domain=run.domain).result
             if result is not None and result.step > start:
@@ -249,12 +248,14 @@ class Study:
         with self._lock:
             self.untrained += run.steps_left > 0
 
-    def _measure(self, run: Trained, stages: Sequence[Stage], tick: Tick) -> None:
+    def _measure(self, stages: Sequence[Stage], tick: Tick, run: Trained | None = None) -> None:
         for number, stage in enumerate(stages, 1):
-            self._run_stage(stage, f"{run.label}, {stage.name} [{number}/{len(stages)}]", tick, run)
-        run.close()
+            name = stage.name if run is None else f"{run.label}, {stage.name}"
+            self._run_stage(stage, f"{name} [{number}/{len(stages)}]", tick, run)
+        if run is not None:
+            run.close()
 
-    def _run_stage(self, stage: Stage, label: str, tick: Tick, run: Trained | None = None) -> None:
+    def _run_stage(self, stage: Stage, label: str, tick: Tick, run: Trained | None) -> None:
         """Run a stage, if there is time left, and record its rows; count rows that enter the network meanwhile."""
         if self.past_deadline and not self.measures_past_deadline:
             with self._lock:
@@ -293,12 +294,10 @@ class RunProgress(Callback):
         self.label, self.step, self.tick, self.note, self.text = label, start, tick, note, label
 
     def on_step(self, step: int) -> None:
-        """Move the bar."""
         self.tick(step - self.step, self.text)
         self.step = step
 
     def on_log(self, record: dict[str, Any]) -> None:
-        """Show the loss with the next step, and a warning at once."""
         self.text = f"{self.label}: loss {record['loss']:.4f}"
         if "warning" in record:
             self.note(f"{self.label}: step {record['step']}: {record['warning']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import get_args
@@ -19,7 +20,6 @@ from emoe.studies.options import flag, hidden, seeds_flag
 from emoe.studies.pipeline import mean_curve
 from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
-from emoe.types import Measurement
 
 FAMILIES = get_args(TieFamily)
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
@@ -72,7 +72,6 @@ class Study(pipeline.Study):
         return {experiment: label for _, experiment, label in sorted(runs, key=lambda item: item[0])}
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Samples, bound@1 with the coordination gain, and the routing at the end of training."""
         config, bound = run.experiment.eval, stages.likelihood(run, "bound@1", HELD_OUT_ROWS)
         pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
         ideal = [_ideal(run.domain, nfe) for nfe in config.nfe]
@@ -90,12 +89,8 @@ class Study(pipeline.Study):
 def _ideal(domain: Domain, nfe: int) -> Stage:
     """What the best factorised chain keeps of the ties; at NFE 1 chance."""
     assert isinstance(domain, Ties)
-    share = domain.ideal
-
-    def measure() -> list[Measurement]:
-        return stages.numbers({"ties": share(nfe)})
-
-    return stages.reference(f"ideal chain, NFE {nfe},", domain, measure, "ties", method="ideal", nfe=nfe)
+    name, share = f"ideal chain, NFE {nfe},", functools.partial(domain.ideal, nfe)
+    return stages.reference(name, domain, lambda: stages.numbers({"ties": share()}), "ties", method="ideal", nfe=nfe)
 
 
 def _length(row: Row) -> int:

@@ -27,6 +27,7 @@ from emoe.evaluation.mauve import SCALING, SEEDS, mauve
 from emoe.files import replace_file
 from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting
+from emoe.studies.eval_lm import EvalLMRun
 from emoe.studies.pools import Archive, PoolKey, digest
 from emoe.studies.sets import describe_text
 from emoe.studies.stages import Stage, fields_of, in_metrics, numbers, rows_of, stage
@@ -58,41 +59,32 @@ def reduce(features: Float[Tensor, "n F"], mean: Tensor, directions: Tensor) -> 
     return reduced.astype("<f2")
 
 
-def score_stages(
-    lm: RunLM, text: Text, pools: Sequence[Archive], folder: Path, *, page: Path, rows: int, best_nll: float | None
-) -> list[Stage]:
+def score_stages(run: EvalLMRun, text: Text, pools: Sequence[Archive], rows: int, page: Path) -> list[Stage]:
     """Stages of the held-out rows of a text, then of every pool that is compared with them.
 
-    Features go into `folder`, the manifest of the reference into `page`. `rows` are those for the likelihood of the
-    evaluation LM, `best_nll` is the lowest loss of its validation rows, if its log is on this machine.
+    `rows` of them are for the likelihood of the evaluation LM; the manifest of their features goes into `page`.
     """
+    lm, folder = run.scorer(text), run.path.parent / "features"
     reference = Archive.open(folder / f"reference-{text.name}.npz")
-    work = [_reference_stage(lm, text, reference, page, min(rows, len(text.test_rows)), best_nll)]
+    work = [_reference_stage(run, lm, text, reference, min(rows, len(text.test_rows)), page)]
     for pool in pools:
         features = Archive.open(folder / pool.path.name)
         work += [_score_stage(lm, text, reference, pool, features, key) for key in pool.keys()]
     return work
 
 
-def _reference_stage(
-    lm: RunLM, text: Text, reference: Archive, page: Path, count: int, best_nll: float | None
-) -> Stage:
+def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, count: int, page: Path) -> Stage:
     """The evaluation LM on held-out rows: its likelihood, its best step, principal components of its features."""
-    config = lm.run.experiment
-    own = fields_of(text, method="judge", recipe=config.name, seed=config.seed)
+    own = fields_of(text, method="judge", recipe=run.experiment.name, seed=run.experiment.seed)
     made_of = {"judge": lm.sha256, "split": describe_text(text)["split_sha256"]}
 
-    def run() -> list[Row]:
-        rows = held_out_rows(text, None, 0)
+    def work() -> list[Row]:
+        rows, best = held_out_rows(text, None, 0), run.best()
         features = lm.features(text, rows)
         mean, directions, share = principal_components(features)
-        reduced = reduce(features, mean, directions)
+        (size, components), reduced = directions.shape, reduce(features, mean, directions)
         reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy(), "features": reduced}
-        pca: dict[str, Any] = {
-            "dimensions": directions.shape[1],
-            "of": directions.shape[0],
-            "variance_kept": round(share, 4),
-        }
+        pca: dict[str, Any] = {"dimensions": components, "of": size, "variance_kept": round(share, 4)}
         pca |= {"fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16"}
         mauve = {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"}
         made = {"judge": lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS)}
@@ -100,8 +92,8 @@ def _reference_stage(
         reference.save()
         replace_file(page, json.dumps(reference.manifest, indent=1, sort_keys=True) + "\n")
         nll = estimate_nll(lm.run.method, held_out_rows(text, count, 0), Likelihood("exact"))
-        values: dict[str, float] = {"judge_step": lm.run.step, "pca_dimensions": directions.shape[1]}
-        values |= {} if best_nll is None else {"judge_valid_ppl": math.exp(best_nll)}
+        values: dict[str, float] = {"judge_step": lm.run.step, "pca_dimensions": components}
+        values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
         items = {
             "exact": in_metrics(nll, lm.context, ("nll_token", "ppl")),
             None: [*numbers(values), *numbers({"pca_share": 100 * share}, len(rows))],
@@ -109,12 +101,8 @@ def _reference_stage(
         real = {setting: [score(lm, text, rows, setting).perplexity()] for setting in SETTINGS}
         return rows_of(own, items) + rows_of(fields_of(text), real)
 
-    def kept() -> bool:
-        return reference.manifest.get("made_of") == made_of and page.exists()
-
-    return Stage(
-        f"held-out rows of {text.name}", run, [own | {"metric": "ppl", "convention": "exact"}], count, kept=kept
-    )
+    wanted, name = [own | {"metric": "ppl", "convention": "exact"}], f"held-out rows of {text.name}"
+    return Stage(name, work, wanted, count, lambda: reference.manifest.get("made_of") == made_of and page.exists())
 
 
 def _score_stage(lm: RunLM, text: Text, reference: Archive, pool: Archive, features: Archive, key: PoolKey) -> Stage:
@@ -123,7 +111,7 @@ def _score_stage(lm: RunLM, text: Text, reference: Archive, pool: Archive, featu
     made_of = {"pool": digest(pool.arrays[str(key)]), "judge": lm.sha256}
     fields = pool.fields(key)
 
-    def run() -> list[Row]:
+    def work() -> list[Row]:
         tokens = pool.tokens(key)
         items = {name: [score(lm, text, tokens, setting).perplexity()] for name, setting in names.items()}
         mean, directions = (torch.from_numpy(reference.arrays[name]) for name in ("mean", "directions"))
@@ -134,11 +122,8 @@ def _score_stage(lm: RunLM, text: Text, reference: Archive, pool: Archive, featu
         features.save()
         return rows_of(fields, items)
 
-    def kept() -> bool:
-        return features.manifest.get("scored", {}).get(str(key)) == made_of
-
-    wanted = [fields | {"metric": "gen_ppl", "convention": name} for name in names]
-    return Stage(f"{pool.path.stem}, {key}", run, wanted, kept=kept)
+    wanted, name = [fields | {"metric": "gen_ppl", "convention": name} for name in names], f"{pool.path.stem}, {key}"
+    return Stage(name, work, wanted, kept=lambda: features.manifest.get("scored", {}).get(str(key)) == made_of)
 
 
 def mauve_stages(folder: Path) -> list[Stage]:
@@ -162,7 +147,5 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
         archive.save()
         return numbers({"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}, n)
 
-    def kept() -> bool:
-        return done.get(str(key)) == made_of
-
-    return stage(f"MAUVE of {archive.path.stem}, {key}", archive.fields(key), measure, "mauve", kept=kept)
+    name = f"MAUVE of {archive.path.stem}, {key}"
+    return stage(name, archive.fields(key), measure, "mauve", kept=lambda: done.get(str(key)) == made_of)

@@ -45,8 +45,8 @@ class Stage(NamedTuple):
     run: Callable[[], list[Row]]
     wanted: Sequence[Fields]  # of rows that are recorded when it is done
     n: int = 0  # samples or rows behind each of these, at least
-    rows: int = 1  # through the network, for the progress
     kept: Callable[[], bool] = lambda: True  # whether its files are up to date
+    rows: int = 1  # through the network, for the progress
 
     def done(self, results: Results) -> bool:
         """Whether there is nothing to do."""

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxtyping import Int, Integer
 from torch import Tensor
@@ -43,7 +42,7 @@ from emoe.studies.samples import samples_page
 from emoe.studies.scores import mauve_stages, score_stages
 from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
-from emoe.types import Likelihood, Measurement
+from emoe.types import Likelihood
 
 SIZES = ("news-small", "text-tiny", "lm1b")
 METHODS = ("ar", "mdlm", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")
@@ -76,7 +75,6 @@ class Options(options.Options):
 
     @property
     def stem(self) -> str:
-        """How the names of its files begin."""
         return "text-tiny" if self.size == "text-tiny" else "text"
 
 
@@ -126,7 +124,6 @@ class Study(pipeline.Study):
             results.merge(Results.load(path)).save(self.results)
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Everything that needs the weights of a model."""
         text, options, config = self.sets.open(run.experiment.domain), self.options, run.experiment.eval
         run.pools.manifest |= {**describe_text(text), "batch": config.batch}
         names = stages.likelihood_names(run.method, LIKELIHOODS)
@@ -150,7 +147,11 @@ class Study(pipeline.Study):
             sampler = PLAIN
         pool = functools.partial(stages.pool, run, samples=options.samples, keep=options.samples, write=text.decode)
         work += [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
-        return [*work, _held_out(text, options.samples)]
+        count, seed = min(options.samples, len(text.test_rows)), derive_seed("held-out text")
+        real = stages.reference(
+            "held-out rows", text, lambda: text.measure(text.fresh(count, seed)), "entropy", n=count
+        )
+        return [*work, real]
 
     def train_eval_lm(self) -> None:
         """Train the evaluation LM, or continue."""
@@ -168,20 +169,15 @@ class Study(pipeline.Study):
             raise DataError(f"{folder / 'pools'}: holds no pools; draw them with --only train, or copy them there")
         if not run.is_ready:
             if self.options.only == "score":
-                problem = f"{run.best_path.name} is not trained in {folder}; use --only eval-lm first"
-                raise ConfigError([f"eval-lm: {problem}"])
+                name = run.best_path.name
+                raise ConfigError(f"eval-lm: {name} is not trained in {folder}; use --only eval-lm first")
             self.unmeasured += sum(len(pool.arrays) for pool in pools)
             return []
         groups: dict[Text, list[Archive]] = {}
         for pool in pools:
             groups.setdefault(self.sets.matching(pool.manifest), []).append(pool)
-        page, best = self.options.results / f"{self.options.stem}-judge.json", run.best()
-        options: dict[str, Any] = {"page": page, "rows": self.options.rows, "best_nll": best and best[1]}
-        return [
-            stage
-            for text, own in groups.items()
-            for stage in score_stages(run.scorer(text), text, own, folder / "features", **options)
-        ]
+        page, rows = self.options.results / f"{self.options.stem}-judge.json", self.options.rows
+        return [stage for text, own in groups.items() for stage in score_stages(run, text, own, rows, page)]
 
     def pools(self) -> list[Archive]:
         """The newest pool of each run; a run has several if its recipe has changed."""
@@ -192,17 +188,14 @@ class Study(pipeline.Study):
 
     def mauve_stages(self) -> list[Stage]:
         """MAUVE, where its package is installed."""
-        stages = mauve_stages(self.options.run_folder / "features")
         try:
             import_extra("mauve")
         except ConfigError as error:
-            if stages:
-                self.note(f"MAUVE is left out: {error}")
+            self.note(f"MAUVE is left out: {error}")
             return []
-        return stages
+        return mauve_stages(self.options.run_folder / "features")
 
     def write(self, results: Results) -> None:
-        """Tables, figures and samples side by side; the main tables on the terminal."""
         stem, results, pools = self.options.stem, results.only(task="text"), self.pools()
         self.page(f"{stem}.md", text_page(results))
         if pools:
@@ -220,15 +213,6 @@ def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], siz
     """
     together = factorised_nll(train.reshape(-1, 1), rows.reshape(-1, 1), size) * rows.shape[1]
     return min(factorised_nll(train, rows, size), together)
-
-
-def _held_out(text: Any, samples: int) -> Stage:
-    count = min(samples, len(text.test_rows))
-
-    def measure() -> list[Measurement]:
-        return list(text.measure(text.fresh(count, derive_seed("held-out text"))))
-
-    return stages.reference("held-out rows", text, measure, "entropy", n=count)
 
 
 def _gen_ppl(results: Results) -> list[list[Panel]]:
@@ -251,14 +235,14 @@ def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
 
 def _latent(results: Results) -> list[list[Panel]]:
     """Over training, for models with a latent: usage entropy and route KL by block, and the terms of the loss."""
-    lines = [(data, line) for data in data_of(results) for line in models(results.only(data=data))]
     return [
         [
             _training_curves(line, f"{line.labels[0]}: entropy of usage (nats)", "usage_entropy/"),
             _training_curves(line, f"{line.labels[0]}: route KL (nats per position)", "route_kl/"),
             _training_curves(line, f"{line.labels[0]} on {data}: nats per token", "train_recon", "train_kl"),
         ]
-        for data, line in lines
+        for data in data_of(results)
+        for line in models(results.only(data=data))
         if any(row.value for row in line.where(metric="train_kl").rows)
     ]
 

@@ -112,8 +112,7 @@ def _references(toy: Domain, experiment: Experiment) -> list[Stage]:
 
 
 def _draw(grid: Grid, size: int, path: Path) -> None:
-    pairs = {line: {name: rows.numpy() for name, rows in cells.items()} for line, cells in grid.items()}
-    save(histogram_grid(pairs, size), path)
+    save(histogram_grid(grid, size), path)
 
 
 def _grids(runs: Sequence[Trained], results: Results) -> Mapping[str, Grid]:
