@@ -126,7 +126,7 @@ def test_failures_are_reported_and_stop_nothing(tmp_path: Path, tiny, capsys) ->
     experiments = dict.fromkeys([good, *other], "same")
 
     def measure(run: Trained) -> list[Stage]:
-        return [Stage("bad", broken, [run.fields(metric="bad")]), stages.pool(run, PoolKey(1), 20), *stages.times(run)]
+        return [Stage("bad", broken, [run.fields(metric="bad")]), stages.pool(run, 1, 20), *stages.times(run)]
 
     assert study_of(options(tmp_path, {}), experiments, measure).run() == 1
     said = capsys.readouterr().err

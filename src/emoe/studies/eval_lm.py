@@ -1,7 +1,7 @@
-"""Training of the evaluation LM of the text study: the AR recipe on text that no model saw, early-stopped.
+"""The evaluation LM of the text study: the AR recipe, trained with early stopping on text that no model saw.
 
-The run folder is one like any other and resumes like any other. Beside it is a folder that ends in `-best`, a run too:
-the checkpoint with the lowest loss of the validation rows of the LM's own text.
+Beside its run folder is another one that ends in `-best`: the checkpoint with the lowest loss on the validation rows of
+its own text.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class EvalLMRun(Trained):
 
 
 class KeepBest(EarlyStopping):
-    """Measures checkpoints on the validation rows, keeps the best one, and stops when they no longer improve."""
+    """Validates checkpoints, saves the best one, and stops when they no longer improve."""
 
     def __init__(self, run: EvalLMRun):
         super().__init__(METRIC, PATIENCE)
         self.run = run
 
     def on_start(self, info: FitInfo) -> None:
-        """Continue where the run was stopped, which may be between a checkpoint and its validation."""
+        """Resume, perhaps between a checkpoint and its validation."""
         super().on_start(info)
         newest = checkpoint.latest(self.run.path / "checkpoints")
         if newest is not None and info.start:
@@ -105,7 +105,7 @@ class KeepBest(EarlyStopping):
             raise DataError(f"{best}: is incomplete; remove it and {path} to train the evaluation LM again")
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Measure a checkpoint, unless that was done, and keep it if it is the best."""
+        """Validate a checkpoint, unless that was done, and save it if it is the best."""
         config = self.run.experiment.train
         if step % config.save_every and step < config.steps:
             return  # a signal or a deadline stopped the run here; a validation would change which step is the best

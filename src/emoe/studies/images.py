@@ -31,7 +31,7 @@ from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import levels, mean_curve
-from emoe.studies.pools import Archive, PoolKey
+from emoe.studies.pools import Archive
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
@@ -88,7 +88,7 @@ class Study(pipeline.Study):
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
         work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
         samples = options.samples or config.samples
-        work += [stages.pool(run, PoolKey(nfe), samples, keep=EDGE * EDGE) for nfe in steps]
+        work += [stages.pool(run, nfe, samples, keep=EDGE * EDGE) for nfe in steps]
         real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), samples)
         return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows), real]
 

@@ -40,7 +40,7 @@ Task = Callable[[Tick], None]
 
 
 class Study:
-    """What is trained, how each run is measured, and what is written of the results.
+    """Runs to train, their measurements, and pages and figures of the results.
 
     Subclasses override `experiments`, `stages`, `write` and, where needed, `build_domain`.
     """
@@ -65,11 +65,11 @@ class Study:
         self.runs = [Trained(self, experiment, label) for experiment, label in labels.items()]
 
     def experiments(self) -> Mapping[Experiment, str] | Sequence[Experiment]:
-        """What is trained, with labels for the log if these are not the recipe and the seed."""
+        """Experiments to train, with labels for the log if these are not the recipe and the seed."""
         raise NotImplementedError
 
     def stages(self, run: Trained) -> list[Stage]:
-        """What is measured of a trained run and beside it, such as real data; for all runs equal stages run once."""
+        """Stages of a trained run and of references such as real data, which run once if several runs have them."""
         raise NotImplementedError
 
     def write(self, results: Results) -> None:
@@ -81,7 +81,7 @@ class Study:
         return experiment.domain.build(experiment.seed)
 
     def run(self) -> int:
-        """Everything that is missing, or one part (`options.only`), and the pages; returns an exit code."""
+        """Do the missing work, or one part of it (`options.only`), and write pages; return an exit code."""
         with self.stop:
             self.work()
         if self.stop.requested is not None:
@@ -99,15 +99,15 @@ class Study:
             self.measure()
 
     def wants(self, part: str) -> bool:
-        """Whether the options ask for a part."""
+        """Whether a part is to run."""
         return self.options.only in (None, part)
 
     def train(self) -> None:
-        """Train what is not trained; runs that were begun are continued.
+        """Train all unfinished runs, from their newest checkpoints.
 
-        A small network leaves most of a GPU idle, and on a CPU several threads inside one wait for each other more than
-        they compute. So several runs go on at once, each in a thread with one CPU core and a CUDA stream of its own.
-        Runs share nothing, so their number changes nothing but the time.
+        A small network leaves most of a GPU idle, and on a CPU the threads of one network wait for each other more than
+        they compute. So several runs train at once, each in a thread with one CPU core and a CUDA stream of its own.
+        They share nothing, so their number does not change the results.
         """
         left = {run: steps for run in self.runs if (steps := run.steps_left)}
         steps = sum(left.values())
@@ -129,14 +129,14 @@ class Study:
         self._parallel("measurements", sum(stage.rows for stage in todo), tasks)
 
     def run_stages(self, label: str, stages: Sequence[Stage]) -> None:
-        """Run stages of no run in particular, one after the other, unless they are recorded."""
+        """Run stages that belong to no single run, one after the other, unless they are recorded."""
         results = self.known()
         left = [stage for stage in stages if not stage.done(results)]
         with meter(sum(stage.rows for stage in left), label, quiet=self.options.quiet) as tick:
             self._measure(left, tick)
 
     def finish(self) -> None:
-        """Write and print everything that is recorded."""
+        """Write and print all results."""
         results = self.known()
         if results.rows:
             self.write(results)
@@ -172,7 +172,7 @@ class Study:
                 print(table.note)
 
     def close(self) -> int:
-        """Report what failed and what is left; returns the exit code."""
+        """Print failures and missing work; return the exit code."""
         command = self.options.command
         for label, error in self.failed.items():
             print(f"{command}: {label} failed: {error}", file=sys.stderr)
@@ -182,7 +182,7 @@ class Study:
         return 1 if self.failed else 0
 
     def known(self) -> Results:
-        """Rows that are recorded."""
+        """The recorded results."""
         return Results.load(self.results) if self.results.exists() else Results()
 
     def domain(self, experiment: Experiment) -> Domain:
@@ -221,13 +221,13 @@ class Study:
             tick(size, text)
 
     def _start_thread(self) -> None:
-        """One core and one CUDA stream for a thread, for all of its tasks: streams come from a pool of few."""
+        """Give a thread one core and, for all its tasks, one CUDA stream: streams come from a small pool."""
         torch.set_num_threads(1)
         if self.device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def _attempt(self, label: str, task: Task, tick: Tick) -> None:
-        """Run a task unless a stop is asked for, and record its error; the other tasks continue."""
+        """Run a task unless a stop is requested, and record its error; the other tasks continue."""
         try:
             if self.stop.requested is None:
                 task(tick)
@@ -256,7 +256,7 @@ class Study:
             run.close()
 
     def _run_stage(self, stage: Stage, label: str, tick: Tick, run: Trained | None) -> None:
-        """Run a stage, if there is time left, and record its rows; count rows that enter the network meanwhile."""
+        """Run a stage if there is time left and record its rows; the rows that enter the network are its progress."""
         if self.past_deadline and not self.measures_past_deadline:
             with self._lock:
                 self.unmeasured += 1
@@ -288,7 +288,7 @@ class Study:
 
 
 class RunProgress(Callback):
-    """Adds the steps of one run to the common progress."""
+    """Adds the steps of a run to the progress of all runs."""
 
     def __init__(self, label: str, start: int, tick: Tick, note: Callable[[str], None]):
         self.label, self.step, self.tick, self.note, self.text = label, start, tick, note, label

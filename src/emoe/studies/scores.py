@@ -123,7 +123,7 @@ def _score_stage(lm: RunLM, text: Text, reference: Archive, pool: Archive, featu
         return rows_of(fields, items)
 
     wanted, name = [fields | {"metric": "gen_ppl", "convention": name} for name in names], f"{pool.path.stem}, {key}"
-    return Stage(name, work, wanted, kept=lambda: features.manifest.get("scored", {}).get(str(key)) == made_of)
+    return Stage(name, work, wanted, current=lambda: features.manifest.get("scored", {}).get(str(key)) == made_of)
 
 
 def mauve_stages(folder: Path) -> list[Stage]:
@@ -148,4 +148,4 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
         return numbers({"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}, n)
 
     name = f"MAUVE of {archive.path.stem}, {key}"
-    return stage(name, archive.fields(key), measure, "mauve", kept=lambda: done.get(str(key)) == made_of)
+    return stage(name, archive.fields(key), measure, "mauve", current=lambda: done.get(str(key)) == made_of)

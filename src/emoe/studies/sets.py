@@ -1,4 +1,4 @@
-"""The prepared sets of the text study: their folders on this machine, and whether they fit together."""
+"""The prepared sets of the text study: their folders on this machine, and checks that they match."""
 
 from __future__ import annotations
 
@@ -73,30 +73,26 @@ class Sets:
         )
 
     def check(self) -> None:
-        """Refuse a missing set with the option for it."""
+        """Raise an error that names the option if the set of the models is missing."""
         self._manifest(self.config, "set", "give --set FOLDER, which emoe data prepare wrote")
 
     def check_eval_lm(self) -> None:
-        """Refuse, before anything is trained, text of the evaluation LM that is missing or not other text."""
+        """Check the set of the evaluation LM: its tokenizer, validation rows, and no training file of the models."""
         remedy = "give --eval-lm-set FOLDER, text that no model saw, prepared with the same tokenizer"
         own = self._manifest(self.lm_config, "eval-lm-set", f"{remedy}, or one part alone: --only train")
-        problems = []
-        if "valid" not in own["splits"]:
-            problems.append("has no validation rows, which decide when to stop; prepare it with --split")
         try:
             other = read_manifest(self.path(self.config))
         except DataError:
             other = own | {"inputs": []}  # the evaluation LM may be trained on a machine without the models' text
-        if (own["tokenizer"]["sha256"], own["length"]) != (other["tokenizer"]["sha256"], other["length"]):
-            problems.append("has another tokenizer or length than --set; prepare it with the same")
         known = {item["sha256"] for item in other["inputs"]}
-        problems += [
-            f"trains on {item['path']}, which is in --set too; leave that file out of it"
-            for item in own["inputs"]
-            if "train" in item["starts"] and item["sha256"] in known
-        ]
-        if problems:
-            raise DataError(f"eval-lm-set: {self.path(self.lm_config)} {problems[0]}")
+        both = [item["path"] for item in own["inputs"] if "train" in item["starts"] and item["sha256"] in known]
+        problem = f"trains on {both[0]}, which is in --set too; leave that file out of it" if both else ""
+        if (own["tokenizer"]["sha256"], own["length"]) != (other["tokenizer"]["sha256"], other["length"]):
+            problem = "has another tokenizer or length than --set; prepare it with the same"
+        if "valid" not in own["splits"]:
+            problem = "has no validation rows, which decide when to stop; prepare it with --split"
+        if problem:
+            raise DataError(f"eval-lm-set: {self.path(self.lm_config)} {problem}")
 
     def _manifest(self, config: Any, option: str, remedy: str) -> dict[str, Any]:
         try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SHOWN = 2  # samples of a pool that are saved as text
 TIMES = "times.jsonl"  # in a run folder: seconds of every part of its training
 Fields = dict[str, Any]  # of rows, all but those of the measurement
+Measure = Callable[[], Iterable[Measurement]]
 
 
 class Stage(NamedTuple):
@@ -45,18 +46,16 @@ class Stage(NamedTuple):
     run: Callable[[], list[Row]]
     wanted: Sequence[Fields]  # of rows that are recorded when it is done
     n: int = 0  # samples or rows behind each of these, at least
-    kept: Callable[[], bool] = lambda: True  # whether its files are up to date
+    current: Callable[[], bool] = lambda: True  # whether its files are up to date
     rows: int = 1  # through the network, for the progress
 
     def done(self, results: Results) -> bool:
         """Whether there is nothing to do."""
         found = (results.select(**fields) for fields in self.wanted)
-        return self.kept() and all(any((row.n or 0) >= self.n for row in rows) for rows in found)
+        return self.current() and all(any((row.n or 0) >= self.n for row in rows) for rows in found)
 
 
-def stage(
-    name: str, fields: Fields, measure: Callable[[], Iterable[Measurement]], metric: str = "", **options: Any
-) -> Stage:
+def stage(name: str, fields: Fields, measure: Measure, metric: str = "", **options: Any) -> Stage:
     """A stage whose rows differ in the measurement alone; done when one of them, or that of `metric`, is recorded."""
     wanted = fields | ({"metric": metric} if metric else {})
     return Stage(name, lambda: [Row(**fields, **vars(item)) for item in measure()], [wanted], **options)
@@ -67,9 +66,7 @@ def rows_of(fields: Fields, items: Mapping[Any, Iterable[Measurement]]) -> list[
     return [Row(**fields | {"convention": name}, **vars(item)) for name, group in items.items() for item in group]
 
 
-def reference(
-    name: str, domain: Domain, measure: Callable[[], Iterable[Measurement]], metric: str, n: int = 0, **own: Any
-) -> Stage:
+def reference(name: str, domain: Domain, measure: Measure, metric: str, n: int = 0, **own: Any) -> Stage:
     """A stage of a reference, such as real data; for `own` see `fields_of`."""
     return stage(f"{name} of {domain.name}", fields_of(domain, **own), measure, metric, n=n)
 
@@ -173,10 +170,11 @@ def sizes(trained: Trained) -> Stage:
 
 def pool(
     trained: Trained,
-    key: PoolKey,
+    nfe: int,
     samples: int,
     *,
     keep: int = 0,
+    variant: str | None = None,
     sampler: SamplerConfig | None = None,
     settings: Mapping[str, str] | None = None,
     write: Callable[[Int[Tensor, "n L"]], list[str]] | None = None,
@@ -184,8 +182,9 @@ def pool(
     """Draw a pool of samples and measure it.
 
     The first `keep` samples are saved, and `SHOWN` of them as text by `write`. `settings` are fields changed for this
-    pool, named by the variant of `key`; the sampler is the experiment's by default.
+    pool, which `variant` names; the sampler is the experiment's by default.
     """
+    key = PoolKey(nfe, variant)
     config, seed, archive, keep = trained.experiment.eval, trained.experiment.seed, trained.pools, min(keep, samples)
     sampler, entries = sampler or config.sampler, archive.manifest.setdefault("pools", {})
 
@@ -194,7 +193,7 @@ def pool(
             drawn, calls = archive.tokens(key)[:samples], entries[str(key)]["calls"]
         else:
             run = trained.open(settings) if settings else trained.run
-            drawn, _, calls, _ = draw(run.method, samples, key.nfe, seed=seed, batch=config.batch, sampler=sampler)
+            drawn, _, calls, _ = draw(run.method, samples, nfe, seed=seed, batch=config.batch, sampler=sampler)
             shown = {} if write is None else {"shown": write(drawn[:SHOWN])}
             entries[str(key)] = {"samples": samples, "calls": calls, "step": run.step, "sampler": sampler.kind, **shown}
             if keep:
@@ -203,16 +202,16 @@ def pool(
         items = trained.domain.measure(drawn, seed)
         return items if sampler.kind == "plain" else [*items, Measurement("network_calls", calls, None, samples)]
 
-    def kept() -> bool:
+    def current() -> bool:
         return entries.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
 
-    name = f"NFE {key.nfe}" if key.variant is None else f"NFE {key.nfe}, {key.variant}"
-    fields = trained.fields(nfe=key.nfe, convention=key.variant)
-    return stage(name, fields, measure, rows=samples * key.nfe, kept=kept)
+    name, fields = f"NFE {nfe}", trained.fields(nfe=nfe, convention=variant)
+    name = name if variant is None else f"{name}, {variant}"
+    return stage(name, fields, measure, rows=samples * nfe, current=current)
 
 
 def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
-    """Of the likelihoods wanted those of the kinds that a method has."""
+    """Likelihoods of `wanted` whose kinds a method has."""
     kinds = {Likelihood.parse(name).kind for name in method.likelihoods()}
     return [name for name in wanted if Likelihood.parse(name).kind in kinds]
 

@@ -22,7 +22,6 @@ from emoe.reporting.results import Results, mean_of
 from emoe.reporting.table import Table
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import LARGEST_SEED, flag, hidden
-from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
 
 EXACT = ("validity", "overlap", "nll", "kl")  # of a toy model's law, without sampling noise
@@ -76,7 +75,7 @@ class Study(pipeline.Study):
         if isinstance(run.domain, Toy):
             work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
         else:
-            work += [stages.pool(run, PoolKey(calls), run.experiment.eval.samples) for calls in nfe]
+            work += [stages.pool(run, calls, run.experiment.eval.samples) for calls in nfe]
         gain = stages.likelihood(run, "bound@1", HELD_OUT, ("nll", "bpd", "ppl"))
         return work + [gain] * (GAIN in metrics)
 

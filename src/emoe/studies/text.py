@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import levels, mean_curve
-from emoe.studies.pools import Archive, PoolKey
+from emoe.studies.pools import Archive
 from emoe.studies.samples import samples_page
 from emoe.studies.scores import mauve_stages, score_stages
 from emoe.studies.sets import Sets, describe_text
@@ -61,16 +60,14 @@ class Options(options.Options):
     methods: tuple[str, ...] = flag(METHODS, "methods, ends of recipes")
     only: str | None = flag(None, "one part alone", allowed=("train", "eval-lm", "score", "draw"), recorded=False)
     set: Path | None = flag(None, "folder of prepared text; default: the recipe's, such as sets/news", recorded=False)
-    eval_lm_set: Path | None = flag(
-        None, "folder of prepared text that no model saw; default: that of the recipe, with -judge", recorded=False
-    )
+    eval_lm_set: Path | None = flag(None, "text that no model saw; default: the recipe's, with -judge", recorded=False)
     eval_lm_steps: int | None = flag(None, "training steps of the evaluation LM, at most", low=1, high=10_000_000)
     zero_shot: Path | None = flag(None, "folder of prepared text from elsewhere, for likelihoods", recorded=False)
     samples: int = flag(2_000, "samples for each NFE", low=4, high=1_000_000)
     nfe: tuple[int, ...] | None = flag(None, "numbers of network calls; default: the recipe's", low=1, high=10_000)
     sampler: str = flag("reveal-first", "how masked diffusion draws; one law", allowed=("reveal-first", "plain"))
     rows: int = flag(2_000, "test rows for likelihoods, or all", low=1, high=10_000_000)
-    merge: tuple[Path, ...] = flag((), "results file of another machine to take in first", recorded=False, repeat=True)
+    merge: tuple[Path, ...] = flag((), "results file of another machine to merge first", recorded=False, repeat=True)
     seeds: tuple[int, ...] = seeds_flag(0)
 
     @property
@@ -137,16 +134,16 @@ class Study(pipeline.Study):
             bounds = [name for name in names if not name.startswith(("objective", "iw"))]
             work += [likelihood(name=name, zero_shot=self.sets.zero_shot_text) for name in bounds]
         steps = run.experiment.method.allowed_nfe(options.nfe or config.nfe, text.space.length)
-        keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
-        if hasattr(run.experiment.method, "route_tau"):
-            keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
         sampler = dataclasses.replace(config.sampler, kind=options.sampler)  # type: ignore[arg-type]
         try:
             run.method.check_sampler(sampler)
         except ConfigError:  # the method has a sampler of its own
             sampler = PLAIN
         pool = functools.partial(stages.pool, run, samples=options.samples, keep=options.samples, write=text.decode)
-        work += [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
+        work += [pool(nfe=nfe, sampler=sampler) for nfe in steps]
+        if hasattr(run.experiment.method, "route_tau"):
+            greedy = functools.partial(pool, sampler=sampler, variant=GREEDY.name, settings=GREEDY.settings)
+            work += [greedy(nfe=nfe) for nfe in steps if nfe <= GREEDY_NFE]
         count, seed = min(options.samples, len(text.test_rows)), derive_seed("held-out text")
         real = stages.reference(
             "held-out rows", text, lambda: text.measure(text.fresh(count, seed)), "entropy", n=count

@@ -22,7 +22,6 @@ from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
@@ -48,7 +47,7 @@ class ToyStudy(pipeline.Study):
 
     def stages(self, run: Trained) -> list[Stage]:
         config = run.experiment.eval
-        pools = [stages.pool(run, PoolKey(nfe), config.samples, keep=config.samples) for nfe in config.nfe]
+        pools = [stages.pool(run, nfe, config.samples, keep=config.samples) for nfe in config.nfe]
         return [*stages.times(run), *pools, *_references(run.domain, run.experiment)]
 
 
@@ -120,7 +119,7 @@ def _grids(runs: Sequence[Trained], results: Results) -> Mapping[str, Grid]:
     grids, summary = dict[str, Grid](), Grid()
     for trained in runs:
         data, label = trained.domain.name, results.label(trained.experiment.method_name)
-        keys = [key for key in map(PoolKey, SHOWN_NFE) if trained.pools.rows(key)]
+        keys = [key for key in trained.pools.keys() if key.nfe in SHOWN_NFE]
         pools = {f"NFE {key.nfe}": trained.pools.tokens(key) for key in keys}
         if "NFE 1" in pools:
             truth = {"ground truth": trained.domain.fresh(TRUTH, trained.experiment.seed)}
