@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from emoe import studies
+from emoe.commands import reproduce
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
 from emoe.recipes import get_recipe
@@ -169,6 +170,7 @@ def test_options_as_a_command_for_the_record() -> None:
         (lambda: toy.Options(densities=("moons",)), "densities: 'moons' is not known; allowed: 8-modes, swiss-roll"),
         (lambda: toy.Options(jobs=99), "jobs: must be >= 0 and <= 64, got 99"),
         (lambda: studies.run("toy", toy.Options(methods=("gan",))), "methods: 'gan' is not known; allowed: emoe, em"),
+        (lambda: reproduce.main(["digits", "--methods", "gan"]), "is not known; allowed: emoe, emoe-vimco, mdlm, vadd"),
         (lambda: studies.run("toy", toy.Options(settings={"train.stps": "1"})), "did you mean 'train.steps'"),
         (lambda: images.Options(settings={"eval.nfe": "1"}), "eval.nfe: the study sets it; use --nfe"),
         (lambda: images.Options(settings={"domain.root": "x"}), "domain.root: the study sets it; use --data-root"),
