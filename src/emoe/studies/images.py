@@ -15,7 +15,7 @@ import torch
 from jaxtyping import UInt8
 
 from emoe.config import ConfigError
-from emoe.domains.base import Domain
+from emoe.domains.base import Domain, DomainConfig
 from emoe.domains.images import Images, as_images
 from emoe.experiment import Experiment
 from emoe.figures.base import save
@@ -73,12 +73,12 @@ class Study(pipeline.Study):
         methods = given.methods or (*METHODS, OURS[given.study])
         return recipe_experiments(given.study, methods, given.seeds, given.settings)
 
-    def build_domain(self, experiment: Experiment) -> Images:
+    def build_domain(self, config: DomainConfig, seed: int) -> Images:
         """Build the images; their folder is an option and no field, so a run does not depend on where they are."""
         root = {} if self.options.data_root is None else {"root": str(self.options.data_root)}
-        domain = dataclasses.replace(experiment.domain, **root).build(experiment.seed)
+        domain = dataclasses.replace(config, **root).build(seed)
         if not isinstance(domain, Images):
-            raise ConfigError([f"domain: {experiment.domain.kind!r} has no images; leave the recipe's domain"])
+            raise ConfigError(f"domain: {config.kind!r} has no images; leave the recipe's domain")
         return domain
 
     def stages(self, run: Trained) -> list[Stage]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from emoe.console import Tick, meter
-from emoe.domains.base import Domain
+from emoe.domains.base import Domain, DomainConfig
 from emoe.engine.callbacks import Callback, Deadline, StopSignal
 from emoe.evaluation.measure import described
 from emoe.experiment import Experiment
@@ -58,8 +58,7 @@ class Study:
         self.stop, self.began, self._machine = StopSignal(), time.monotonic(), describe_machine(self.device)
         self.deadline = math.inf if options.budget is None else self.began + 60 * options.budget
         self.written: list[Path] = []  # pages and figures that have changed
-        self._domains: dict[object, Domain] = {}
-        self._lock = threading.RLock()
+        self._lock, self._domain = threading.RLock(), functools.cache(self.build_domain)
         experiments = self.experiments()
         labels = experiments if isinstance(experiments, Mapping) else dict.fromkeys(experiments, "")
         self.runs = [Trained(self, experiment, label) for experiment, label in labels.items()]
@@ -76,9 +75,9 @@ class Study:
         """Write pages and figures of all results, and print the main tables."""
         raise NotImplementedError
 
-    def build_domain(self, experiment: Experiment) -> Domain:
-        """Build the data of an experiment."""
-        return experiment.domain.build(experiment.seed)
+    def build_domain(self, config: DomainConfig, seed: int) -> Domain:
+        """Build the data of runs."""
+        return config.build(seed)
 
     def run(self) -> int:
         """Do the missing work, or one part of it (`options.only`), and write pages; return an exit code."""
@@ -188,10 +187,7 @@ class Study:
     def domain(self, experiment: Experiment) -> Domain:
         """The data of an experiment, built once."""
         with self._lock:
-            key = experiment.domain, experiment.seed
-            if key not in self._domains:
-                self._domains[key] = self.build_domain(experiment)
-            return self._domains[key]
+            return self._domain(experiment.domain, experiment.seed)
 
     def note(self, text: str) -> None:
         """Print a line of the log."""

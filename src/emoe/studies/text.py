@@ -20,7 +20,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.console import meter
-from emoe.domains.base import DataError
+from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
 from emoe.evaluation.likelihood import factorised_nll
@@ -93,8 +93,8 @@ class Study(pipeline.Study):
         given = self.options
         return recipe_experiments(given.size, given.methods, given.seeds, given.settings)
 
-    def build_domain(self, experiment: Experiment) -> Text:
-        return self.sets.open(experiment.domain)
+    def build_domain(self, config: DomainConfig, seed: int) -> Text:
+        return self.sets.open(config)
 
     def work(self) -> None:
         """All parts, or one."""
