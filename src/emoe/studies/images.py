@@ -121,7 +121,7 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
     """Metrics of real images, under the method `data`.
 
     Metrics of single images are those of the test images. Where two sets are compared, `count` training images take the
-    place of samples: what a model would get that has learned its training data perfectly and nothing else.
+    place of samples: these are the numbers of a model that repeats its training data.
     """
     assert isinstance(images, Images)
     count = min(count, len(images.rows))

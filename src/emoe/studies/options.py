@@ -19,9 +19,9 @@ LARGEST_SEED = 2**63 - 1
 def flag(default: Any, help: str, **limits: Any) -> Any:  # noqa: A002 - the word of argparse
     """A field of options with one line of help.
 
-    `limits`: `low` and `high` of a number or of each element of a tuple, `allowed` values; `recorded=False` for what
-    changes no number and is left out of the command in results; `positional`; `repeat` for an option that may be given
-    several times; `hidden` from parsers.
+    `limits`: `low` and `high` of a number or of each element of a tuple; `allowed` values; `recorded=False` for options
+    that change no number and are left out of the command in results; `positional`; `repeat` for an option that may be
+    given several times; `hidden` from parsers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -81,7 +81,7 @@ class Options(Config):
         return f"emoe {self.study}" if self.study in ("demo", "sweep") else f"emoe reproduce {self.study}"
 
     def command_line(self) -> str:
-        """The command for the record: options that differ from their defaults and can change a number."""
+        """The command in results: options that differ from their defaults and can change a number."""
         words = self.command.split()
         for option in dataclasses.fields(self):
             value, metadata = getattr(self, option.name), option.metadata

@@ -50,7 +50,7 @@ class Stage(NamedTuple):
     rows: int = 1  # through the network, for the progress
 
     def done(self, results: Results) -> bool:
-        """Whether there is nothing to do."""
+        """Whether its rows are recorded and its files are up to date."""
         found = (results.select(**fields) for fields in self.wanted)
         return self.current() and all(any((row.n or 0) >= self.n for row in rows) for rows in found)
 

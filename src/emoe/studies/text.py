@@ -113,7 +113,7 @@ class Study(pipeline.Study):
             self.run_stages("MAUVE", self.mauve_stages())
 
     def merge(self) -> None:
-        """Merge results files of other machines; of two rows of one identity the younger stays."""
+        """Merge results files of other machines; of two rows with the same identity the newer one stays."""
         results, paths = self.known(), self.options.merge
         if missing := [path for path in paths if not path.is_file()]:
             raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
@@ -180,8 +180,8 @@ class Study(pipeline.Study):
         """The newest pool of each run; a run has several if its recipe has changed."""
         paths = sorted((self.options.run_folder / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
         names = ("data", "recipe", "seed")
-        youngest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
-        return sorted(youngest.values(), key=lambda archive: archive.path)
+        newest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
+        return sorted(newest.values(), key=lambda archive: archive.path)
 
     def mauve_stages(self) -> list[Stage]:
         """MAUVE, where its package is installed."""
