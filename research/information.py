@@ -17,7 +17,6 @@ from emoe.recipes import get_recipe
 from emoe.reporting.results import Results
 from emoe.studies import pipeline, stages
 from emoe.studies.options import Options
-from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
@@ -90,8 +89,8 @@ class Study(pipeline.Study):
             for number, nats in enumerate(mean_end(curve), 1)
         ]
         config = run.experiment.eval
-        pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
-        return [*pools, run.stage("nats", "route_kl/block1/position1", lambda: nats)]
+        pools = [stages.pool(run, nfe, config.samples) for nfe in config.nfe]
+        return [*pools, stages.stage("nats", run.fields(), lambda: nats, "route_kl/block1/position1")]
 
     def write(self, results: Results) -> None:
         """The figure, and a table on the terminal."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape as escape_html
 
-from emoe.reporting.recipes import as_typed, common, parse
+from emoe.reporting.recipes import as_typed, common, parse, without
 from emoe.reporting.results import Results, method_rank
 from emoe.reporting.text import VARIANTS
 from emoe.studies.pools import Archive, PoolKey
@@ -45,7 +45,7 @@ def samples_page(pools: Sequence[Archive], results: Results, tables: str) -> str
 
 def _title(pool: Archive, key: PoolKey, results: Results, common_changes: Mapping[str, str]) -> str:
     recipe, seed = parse(pool.manifest["recipe"]), pool.manifest["seed"]
-    own = as_typed({name: text for name, text in recipe.changes.items() if name not in common_changes})
+    own = as_typed(without(recipe.changes, common_changes))
     variant = VARIANTS[key.variant].label if key.variant else ""
     words = [results.label(pool.manifest["method"]), f"({own})" * bool(own), f"seed {seed}" * bool(seed), variant]
     return escape(", ".join(filter(None, words)))
