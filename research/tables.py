@@ -9,17 +9,18 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
-from emoe.reporting.grid import main_rows, sampled, seeds_and_samples
+from emoe.reporting.notes import comma, seeds_and_samples, short_commit, source_of, span
 from emoe.reporting.recipes import comparable, parse
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, SeedMean, methods_of, select
-from emoe.reporting.table import Table, build, comma, conventions_of, short_commit, source_of, span, steps_of
+from emoe.reporting.table import Table, build, conventions_of, sampled, steps_of
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 
@@ -50,7 +51,7 @@ SEARCHES = (
 
 def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
     """Methods that were measured on the toy, and the other models of text, without errors."""
-    rows = main_rows(sampled(toy), task="toy", metric=["validity", "overlap"])
+    rows = sampled(toy).select(task="toy", metric=METRICS)
     rows += mnist.select(task="mnist", metric="frechet") + text.select(task="text", metric=["gen_ppl", "entropy"])
     rows = [row for row in Results(rows).models.rows if " method." not in str(row.recipe)]
     lines = [Line((toy.label(name),), select(rows, method=name), name) for name in methods_of(rows)]
@@ -97,7 +98,8 @@ def estimator_tables(results: Results) -> list[Table]:
         ]
         nll, kl = (results.select(recipe=state, metric=metric)[0].value for metric in ("nll", "kl"))
         title = f"**{state.capitalize()}**: exact NLL of one step {nll:.2f} nats, KL(q ‖ p) {kl:.2f} nats."
-        tables += build(["Estimator"], lines, columns, note * (state == STATES[-1]), title=title)
+        for table in build(["Estimator"], lines, columns, note * (state == STATES[-1])):
+            tables.append(replace(table, title=title))
     return tables
 
 
@@ -153,15 +155,15 @@ def two_bits(results: Results) -> list[Table]:
         label, k = OBJECTIVES[str(row.convention)]
         theory = f"log(2) / {k} = {math.log(2) / k:.3f}"
         lines.append(Line((label, f"**{row.value:.3f}**", theory), part.select(recipe=row.recipe)))
-    bounds = [name for name in conventions_of(lines, "nll") if name.startswith("bound@")]
+    bounds = [name for name in conventions_of(part.rows) if name.startswith("bound@")]
     columns = over("convention", "{}", bounds, Number())
-    columns += over("nfe", "exact NLL, T = {}", steps_of(lines), Number(where={"convention": "exact"}))
+    columns += over("nfe", "exact NLL, T = {}", steps_of(part.rows), Number(where={"convention": "exact"}))
     note = (
         f"The entropy of the data is {part.select(method='data')[0].value:.3f} nats. Nothing here is drawn; bounds and "
         "NLL are those of the model that the minimisation found. Made by `emoe reproduce likelihood --only two-bits`, "
         f"{source_of(part)}."
     )
-    return build(["Objective", "minimised", "in theory"], lines, columns, note, align="lrr")
+    return build(["Objective", "minimised", "in theory"], lines, columns, note)
 
 
 def mnist_steps(results: Results) -> list[Table]:
@@ -242,7 +244,7 @@ def step_variants(results: Results) -> list[Table]:
 
 def toy_source(results: Results) -> str:
     """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
-    rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
+    rows = {metric: sampled(results).select(task="toy", metric=metric) for metric in METRICS}
     commands: dict[str, list[str]] = {}
     for name in sorted({row.run for group in rows.values() for row in group}):
         run = results.runs[name]
@@ -258,7 +260,7 @@ def toy_gaps(results: Results) -> str:
     part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
     sentences = []
     for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
-        rows = main_rows(part, method=method, data=data)
+        rows = part.select(method=method, data=data)
         line = Line((), rows, method, paper=comparable(rows), nfe=1)
         mean, paper = Number("validity").mean(line), line.reported("validity")
         if mean is not None and paper is not None:

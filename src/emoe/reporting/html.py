@@ -13,11 +13,11 @@ from emoe.figures.base import png
 from emoe.figures.curves import Curve, Panel, draw, read_curve
 from emoe.files import replace_file
 from emoe.reporting import images, text, ties, toy
-from emoe.reporting.cells import data_name, data_of, measure, names
-from emoe.reporting.grid import metric_tables, sampled
+from emoe.reporting.cells import data_of, names
+from emoe.reporting.notes import comma, span
 from emoe.reporting.render import html_table, inline
-from emoe.reporting.results import Results, ResultsError
-from emoe.reporting.table import Table, comma, printed, span
+from emoe.reporting.results import Results
+from emoe.reporting.table import Table, over_nfe, printed, sampled
 
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
 ORIGIN = ("Command", "Commit", "Machine", "Date (wall time)", "Seeds", "Samples")
@@ -74,19 +74,8 @@ def _results(part: Results, task: str) -> str:
 
 def _over_nfe(part: Results) -> list[Table]:
     """All known metrics of samples over NFE, by data set."""
-    tables = []
-    for data in data_of(part):
-        own = sampled(part).only(data=data)
-        measured = {row.metric for row in own.models.rows if row.nfe is not None}
-        for metric in [metric for metric in names("metrics") if metric in measured]:
-            try:
-                over_nfe = metric_tables(own, own.rows[0].task, metric)
-            except ResultsError:  # several recipes of one method
-                over_nfe = images.nfe_table(own, metric)
-            for table in over_nfe:
-                table.title = f"{measure(metric).label}, {data_name(data)}"
-            tables += over_nfe
-    return tables
+    parts = [sampled(part).only(data=data) for data in data_of(part)]
+    return [table for own in parts for metric in names("metrics") for table in over_nfe(own, metric)]
 
 
 TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; all others as the toy
@@ -107,7 +96,7 @@ def _panel(table: Table, colour: Callable[[str], str]) -> Panel:
         if method and len(points) > 1:
             style = "--" if number in table.references else "-"
             curves[row[0]] = Curve(points, colour=colour(method), style=style)
-    return Panel(table.title.strip("*"), curves)
+    return Panel(f"{table.title.strip('*')}, {table.header[0]}", curves)
 
 
 def _training(results: Results, runs: Sequence[Path]) -> Iterable[Panel]:

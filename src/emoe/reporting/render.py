@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from emoe.console import console_table
 from emoe.reporting.cells import NBSP
-from emoe.reporting.grid import metric_tables
 from emoe.reporting.results import Results
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, over_nfe
 
 
 def markdown(tables: Iterable[Table]) -> str:
@@ -24,8 +23,7 @@ def markdown(tables: Iterable[Table]) -> str:
 
     pieces = []
     for table in tables:
-        letters = table.align.ljust(len(table.header), "r")
-        rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
+        rule = "|" + "---|" * table.labels + "---:|" * (len(table.header) - table.labels)
         cells = "\n".join([line(table.header), rule, *map(line, table.rows)])
         pieces += [piece for piece in (table.title, cells, table.note) if piece]
     return "\n\n".join(pieces) + "\n" if pieces else ""
@@ -47,7 +45,7 @@ def print_table(table: Table) -> None:
 def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
     """Print metrics over NFE to the terminal, a table for each data set."""
     for metric in metrics:
-        for table in metric_tables(results, task, metric):
+        for table in over_nfe(results.only(task=task), metric):
             print_table(table)
 
 

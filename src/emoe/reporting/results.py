@@ -139,15 +139,15 @@ def known_methods() -> dict[str, MethodStyle]:
     return {name: MethodStyle(**style) for name, style in styles.items()}
 
 
-def method_rank(method: str) -> float:
-    """Sorts methods: the known ones in their order, then unknown ones, references last."""
+def method_rank(method: str) -> tuple[float, str]:
+    """Return the sort key of a method: the known ones in their order, then unknown ones by name, references last."""
     order = list(known_methods())
-    return order.index(method) if method in order else len(order) - len(REFERENCES) - 0.5
+    return order.index(method) if method in order else len(order) - len(REFERENCES) - 0.5, method
 
 
 def methods_of(rows: Iterable[Row]) -> list[str]:
     """The methods of rows in the order of tables."""
-    return sorted({row.method for row in rows}, key=lambda method: (method_rank(method), method))
+    return sorted({row.method for row in rows}, key=method_rank)
 
 
 def select(rows: Iterable[Row], **filters: Any) -> list[Row]:
@@ -182,21 +182,23 @@ class Results:
         tree = {"methods": {}} | tree if isinstance(tree, dict) else {}
         if {key: type(value) for key, value in tree.items()} != {"methods": dict, "runs": dict, "rows": list}:
             raise ResultsError(f'{path}: expected objects "runs" and perhaps "methods", a list "rows", no other keys')
-        tree["rows"], faults, parts = dict(enumerate(tree["rows"])), list[str](), dict[str, Any]()
-        kinds: dict[str, Any] = {"runs": RunInfo, "methods": MethodStyle, "rows": Row}
-        for part, record in kinds.items():
-            problems = {key: list(_faults(record, data)) for key, data in tree[part].items()}
-            faults += [f"{part}[{key!r}]{problem}" for key, own in problems.items() for problem in own]
-            parts[part] = {key: record(**data) for key, data in tree[part].items() if not problems[key]}
+        faults = [
+            f"{part}[{key!r}]{fault}"
+            for part, kind in (("runs", RunInfo), ("methods", MethodStyle), ("rows", Row))
+            for key, data in (tree[part].items() if part != "rows" else enumerate(tree[part]))
+            for fault in _faults(kind, data)
+        ]
+        rows = [] if faults else [Row(**data) for data in tree["rows"]]
         first: dict[tuple[Any, ...], int] = {}
-        for index, row in parts["rows"].items():
+        for index, row in enumerate(rows):
             if row.run not in tree["runs"]:
                 faults.append(f"rows[{index}].run: {row.run!r} is not among the runs")
             if first.setdefault(row.identity, index) != index:
                 faults.append(f"rows[{index}]: the same {', '.join(IDENTITY)} as rows[{first[row.identity]}]")
         if faults:
             raise ResultsError("\n".join(f"{path}: {fault}" for fault in faults[:20]))
-        return cls(_ordered(parts["rows"].values()), parts["runs"], parts["methods"])
+        runs = {name: RunInfo(**run) for name, run in tree["runs"].items()}
+        return cls(_ordered(rows), runs, {name: MethodStyle(**style) for name, style in tree["methods"].items()})
 
     def add(self, run_info: RunInfo, rows: Iterable[Row], methods: Styles | None = None) -> Results:
         """Take in the rows of one run, and labels and colours of methods."""

@@ -23,10 +23,10 @@ from emoe.figures.curves import Panel
 from emoe.figures.gif import Recorder, write_gif
 from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
 from emoe.reporting.cells import data_of, measure
-from emoe.reporting.images import bpd_tables, image_page, nfe_tables, real_data
+from emoe.reporting.images import bpd_tables, image_page, nfe_tables
 from emoe.reporting.recipes import parse, reference_name
 from emoe.reporting.results import Results, method_rank
-from emoe.reporting.table import models
+from emoe.reporting.table import models, reference
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
@@ -166,7 +166,7 @@ def curves(results: Results) -> list[list[Panel]]:
         part = results.only(data=data)
         rows = {line.labels[0]: line.where(metric=metric).rows for line in models(part)}
         lines = {label: mean_curve(group, lambda row: row.nfe) for label, group in rows.items()}
-        real = [row.value for row in real_data(part).where(metric=metric).rows]
+        real = [row.value for row in reference(part, "data").where(metric=metric).rows]
         levels = {"real data": real[0]} if real else {}
         panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=levels))
     return [panels]

@@ -28,10 +28,10 @@ from emoe.evaluation.likelihood import factorised_nll
 from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
-from emoe.reporting.cells import Line, measure
+from emoe.reporting.cells import Line, data_of, measure
 from emoe.reporting.results import Results, Row
 from emoe.reporting.table import models
-from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_tables
+from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
@@ -47,6 +47,7 @@ from emoe.types import Likelihood, Measurement
 SIZES = ("news-small", "text-tiny", "lm1b")
 METHODS = ("ar", "mdlm", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound@1", "bound@4", "bound@16", "bound@64", "iw@1,16")
+GREEDY_SETTINGS = {"method.route-tau": "0"}
 GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
 
 
@@ -140,8 +141,8 @@ class Study(pipeline.Study):
             work += [likelihood(name=name, zero_shot=self.sets.zero_shot_text) for name in bounds]
         steps = run.experiment.method.allowed_nfe(options.nfe or config.nfe, text.space.length)
         keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
-        if _has_fields(run.experiment, GREEDY.settings):
-            keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
+        if _has_fields(run.experiment, GREEDY_SETTINGS):
+            keys |= {PoolKey(nfe, GREEDY): GREEDY_SETTINGS for nfe in steps if nfe <= GREEDY_NFE}
         sampler = dataclasses.replace(config.sampler, kind=options.sampler)  # type: ignore[arg-type]
         try:
             run.method.check_sampler(sampler)
@@ -262,7 +263,7 @@ def _gen_ppl(results: Results) -> list[list[Panel]]:
 def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
     curves = {}
     for line in models(part):
-        for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", ":")):
+        for variant, label, style in ((None, "", "-"), (GREEDY, f", {VARIANTS[GREEDY]}", ":")):
             name = " ".join(filter(None, [setting, variant])) or None
             if rows := line.where(metric=metric, convention=name).rows:
                 curves[line.labels[0] + label] = mean_curve(rows, lambda row: row.nfe, style=style)

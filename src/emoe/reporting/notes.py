@@ -1,0 +1,63 @@
+"""Notes below tables: their texts, and the seeds, samples and sources of rows in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from string import Formatter
+
+from emoe.reporting.cells import DASH, names
+from emoe.reporting.recipes import as_typed, common_changes
+from emoe.reporting.results import REFERENCES, Results, Row
+
+
+def note(name: str, results: Results, **values: object) -> str:
+    """A note of `names.toml` with `values` and the seeds, common changes and sources of the models.
+
+    Lines with a value that is empty or not measured are left out.
+    """
+    models = results.models
+    words: dict[str, object] = {
+        "seeds": comma(models.seeds),
+        "errors": "over seeds" if len(models.seeds) > 1 else "of the measurement",
+        "changes": as_typed(common_changes(row.recipe for row in models.rows)),
+        "source": source_of(results),
+    }
+    words |= values
+    lines = []
+    for line in str(names("notes")[name]).splitlines():
+        if all(words[field] not in ("", DASH) for _, field, _, _ in Formatter().parse(line) if field):
+            lines.append(line.format_map(words))
+    return "\n".join(lines)
+
+
+def source_of(results: Results) -> str:
+    """Commits and devices of all runs behind results."""
+    runs = sorted({(short_commit(run.commit), run.device) for run in results.runs.values()})
+    return "; ".join(f"commit `{commit}` on {device}" for commit, device in runs)
+
+
+def short_commit(commit: str) -> str:
+    """Return 12 digits, which name a commit beyond doubt, and the mark of a changed tree."""
+    return commit[:12] + "-dirty" * commit.endswith("-dirty")
+
+
+def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
+    """`3 seeds (0, 1, 2)` and `3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
+    models = [row for row in rows if row.method not in REFERENCES] or rows
+    cells = {(row.seed, row.data, row.method, row.nfe) for row in models if row.seed is not None}
+    number, seeds = span(Counter(cell[1:] for cell in cells).values()), sorted({cell[0] for cell in cells})
+    samples = span(row.n for row in models)
+    words = [f"{number} seed{'s' * (number != '1')} ({comma(seeds)})"] * bool(cells)
+    return words + [f"{samples} samples each"] * bool(samples)
+
+
+def span(counts: Iterable[int | None]) -> str:
+    """`300`, or `300 to 500` where counts differ; nothing without any."""
+    known = sorted({count for count in counts if count})
+    return " to ".join(dict.fromkeys(f"{count:,}" for count in (*known[:1], *known[-1:])))
+
+
+def comma(values: Iterable[object]) -> str:
+    """`0, 1, 2`."""
+    return ", ".join(map(str, values))
