@@ -19,7 +19,7 @@ from emoe.reporting.docs import Block, block
 from emoe.reporting.notes import comma, seeds_and_samples, short_commit, source_of, span
 from emoe.reporting.recipes import comparable, parse
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, SeedMean, methods_of, select
+from emoe.reporting.results import Results, SeedMean, method_rank, select
 from emoe.reporting.table import Table, build, conventions_of, sampled, steps_of
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
@@ -54,7 +54,10 @@ def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
     rows = sampled(toy).select(task="toy", metric=METRICS)
     rows += mnist.select(task="mnist", metric="frechet") + text.select(task="text", metric=["gen_ppl", "entropy"])
     rows = [row for row in Results(rows).models.rows if " method." not in str(row.recipe)]
-    lines = [Line((toy.label(name),), select(rows, method=name), name) for name in methods_of(rows)]
+    lines = [
+        Line((toy.label(name),), select(rows, method=name), name)
+        for name in sorted({row.method for row in rows}, key=method_rank)
+    ]
     return build(["Method"], lines, [(heading, partial(_with_second, *column)) for heading, column in SUMMARY.items()])
 
 
@@ -86,7 +89,7 @@ def estimator_tables(results: Results) -> list[Table]:
         named = {str(row.recipe) for row in results.rows if str(row.convention).startswith(f"{state}, ")}
         names = sorted(named, key=estimator_order)
         lines = [Line((name.replace("tau", "τ"),), results.select(recipe=name)) for name in names]
-        number = partial(Number, form=".2f", measured=True, plain=True)
+        number = partial(Number, form=".2f", error="measured", plain=True)
         columns = [
             ("bias", number("bias", routers)),
             ("cosine", number("cosine", routers)),
@@ -140,7 +143,7 @@ def information_tables(results: Results) -> list[Table]:
     columns: list[Column] = [
         ("nats per row", lambda line: f"{sum(nats(line)):.2f}"),
         ("by block", lambda line: " + ".join(f"{value:.2f}" for value in nats(line))),
-        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, measured=True, plain=True)),
+        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, error="measured", plain=True)),
         ("coverage (%)", Number("coverage", {"nfe": 1})),
     ]
     note = f"Made by `emoe reproduce information`, {source_of(results)}."
@@ -178,7 +181,7 @@ def mnist_steps(results: Results) -> list[Table]:
     (rival,) = part.select(method=RIVAL)
     minutes = Number("step_ms", form=".1f", per=60_000 / MNIST_STEPS)
     columns: list[Column] = [
-        ("ms per step", Number("step_ms", form=".2f", measured=True, plain=True)),
+        ("ms per step", Number("step_ms", form=".2f", error="measured", plain=True)),
         (f"minutes for {MNIST_STEPS:,} steps", lambda line: DASH if line.method == RIVAL else minutes(line)),
         ("speed against the VDM UNet", lambda line: f"{rival.value / line.rows[0].value:.1f}x"),
     ]
@@ -193,7 +196,7 @@ def version_steps(results: Results) -> list[Table]:
     recipes = sorted({str(row.recipe) for row in part.rows})
     lines = [Line((recipe,), part.select(recipe=recipe)) for recipe in recipes]
     before, after, plain = (
-        Number("time_ms", {"method": f"{tree}, step"}, ".2f", measured=True) for tree in ("before", "after", "plain")
+        Number("time_ms", {"method": f"{tree}, step"}, ".2f", error="measured") for tree in ("before", "after", "plain")
     )
 
     def ratio(line: Line) -> str:
@@ -251,7 +254,9 @@ def toy_source(results: Results) -> str:
         where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
         commands.setdefault(where, []).append(f"`{run.command}`")
     sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
-    samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
+    samples = [
+        f"{metric} from {seeds_and_samples(Results(group).models.rows)}" for metric, group in rows.items() if group
+    ]
     return f"Made by {sources}: {'; '.join(samples)}."
 
 
@@ -266,7 +271,7 @@ def toy_gaps(results: Results) -> str:
         if mean is not None and paper is not None:
             gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
             ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
-            beside = Number("overlap", error=False)(line)
+            beside = Number("overlap", error="")(line)
             sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {beside}).")
     return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
 

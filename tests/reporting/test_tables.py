@@ -51,11 +51,11 @@ def test_the_toy_page_has_the_papers_shape() -> None:
     lines = [line.split("|")[1].strip() for line in text.splitlines()[4:9]]
     assert lines == ["MDLM", "VADD", "E-MoE", "ideal factorised", "real data"]
     assert (
-        "3 seeds (0, 1, 2); 3,000 samples each. ±: standard error over seeds. *Italics*: the paper. **Bold**:" in text
+        "3 seeds (0, 1, 2), 3,000 samples each. ±: standard error over seeds. *Italics*: the paper. **Bold**:" in text
     )
     assert "1 to 3 seeds (0, 1, 2)" in toy_page(toy_results(row("vadd", 90.0)))  # the note hides no missing seeds
     alone = toy_page(Results().add(RUN, [row("mine", 88.0, recipe="demo-mine")]))
-    assert alone.endswith("Validity (%): 1 seed (0); 3,000 samples each.\n")
+    assert alone.endswith("Validity (%): 1 seed (0), 3,000 samples each.\n")
 
 
 def test_ablations_have_rows_of_their_own_and_exact_laws_are_left_out() -> None:
@@ -119,10 +119,10 @@ def test_the_best_of_a_column() -> None:
 def test_cells_are_written_from_rows() -> None:
     rows = [row("emoe", 1.5, stderr=0.25), row("emoe", 2.5, metric="entropy")]
     line = Line(("E-MoE",), rows, "emoe", paper="8-modes")
-    assert Number("validity")(line) == "1.5" and Number("validity", measured=True, plain=True)(line) == "1.5 ±0.2"
+    assert Number("validity")(line) == "1.5" and Number("validity", error="measured", plain=True)(line) == "1.5 ±0.2"
     assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
     assert Number("validity", form="+")(line) == "+1.5"
-    assert Number("validity", spread="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
+    assert Number("validity", error="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
     stack = Number("validity", below=[Number("entropy", prefix="H ")], paper="{:.1f}")
     assert [cell(line) for _, cell in over("nfe", "{}", (1, 2), stack)] == ["1.5\nH 2.50\n*(94.4)*", "—"]
 

@@ -90,9 +90,7 @@ class Number:
     prefix: str = ""
     unit: str = ""
     per: float = 1.0  # what it is divided by
-    error: bool = True  # print the standard error
-    measured: bool = False  # of a single seed print the error of its measurement
-    spread: str = ""  # the metric that is printed as the error
+    error: str = "seeds"  # standard error over seeds; "measured": of a single seed its own; a metric; "": no error
     plain: bool = False  # only signs and spaces of a keyboard
     below: Sequence[Number] = ()  # shown where this number is
     paper: str = ""  # form of the paper's numbers, for as many of ours as it has fields: "{:.1f}, H {:.2f}"
@@ -100,12 +98,12 @@ class Number:
     def mean(self, line: Line) -> SeedMean | None:
         """The mean over the seeds of a line."""
         wanted = self.where | ({"metric": self.metric} if self.metric else {})
-        mean = mean_over_seeds(select(line.rows, **wanted), measured=self.measured)
+        mean = mean_over_seeds(select(line.rows, **wanted), measured=self.error == "measured")
         if mean is None:
             return None
-        error = mean.stderr if self.error else None
-        if self.spread:
-            spread = mean_over_seeds(select(line.rows, **wanted | {"metric": self.spread}))
+        error = mean.stderr
+        if self.error not in ("seeds", "measured"):
+            spread = mean_over_seeds(select(line.rows, **wanted | {"metric": self.error}))
             error = spread and spread.mean
         return SeedMean(mean.mean / self.per, error and error / self.per)
 
@@ -125,7 +123,7 @@ class Number:
         return "\n".join(texts)
 
 
-Measured, Plain = functools.partial(Number, measured=True), functools.partial(Number, error=False)
+Measured, Plain = functools.partial(Number, error="measured"), functools.partial(Number, error="")
 Millions = functools.partial(Plain, form=".2f", unit="M", per=1e6)
 Cell = Callable[[Line], str]  # writes the cell of a line
 Column = tuple[str, Cell]  # with its heading

@@ -91,11 +91,10 @@ def _panel(table: Table, colour: Callable[[str], str]) -> Panel:
     single = not any("\n" in cell.partition("\n*(")[0] for row in table.rows for cell in row)
     steps = {column: int(name[4:]) for column, name in enumerate(table.header) if single and name.startswith("NFE ")}
     curves = {}
-    for number, (row, method) in enumerate(zip(table.rows, table.methods, strict=True)):
+    for row, line in zip(table.rows, table.lines, strict=True):
         points = [(step, value) for column, step in steps.items() if (value := printed(row[column])) is not None]
-        if method and len(points) > 1:
-            style = "--" if number in table.references else "-"
-            curves[row[0]] = Curve(points, colour=colour(method), style=style)
+        if line.method and len(points) > 1:
+            curves[row[0]] = Curve(points, colour=colour(line.method), style="--" if line.reference else "-")
     return Panel(f"{table.title.strip('*')}, {table.header[0]}", curves)
 
 

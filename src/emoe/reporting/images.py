@@ -47,7 +47,7 @@ def nfe_tables(results: Results) -> list[Table]:
             "real": span(row.n for row in real.where(metric="pixel_tv").rows),
             "accuracy": accuracy(real) if real.where(metric="judge_accuracy").rows else "",
         }
-        own = [table for metric in SHOWN for table in over_nfe(part, metric, measured=True)]
+        own = [table for metric in SHOWN for table in over_nfe(part, metric, "measured")]
         tables += with_note(own, note("images-nfe", part, **values))
     return tables
 

@@ -8,7 +8,7 @@ from string import Formatter
 
 from emoe.reporting.cells import DASH, names
 from emoe.reporting.recipes import as_typed, common_changes
-from emoe.reporting.results import REFERENCES, Results, Row
+from emoe.reporting.results import Results, Row
 
 
 def note(name: str, results: Results, **values: object) -> str:
@@ -42,14 +42,11 @@ def short_commit(commit: str) -> str:
     return commit[:12] + "-dirty" * commit.endswith("-dirty")
 
 
-def seeds_and_samples(rows: Sequence[Row]) -> list[str]:
-    """`3 seeds (0, 1, 2)` and `3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
-    models = [row for row in rows if row.method not in REFERENCES] or rows
-    cells = {(row.seed, row.data, row.method, row.nfe) for row in models if row.seed is not None}
-    number, seeds = span(Counter(cell[1:] for cell in cells).values()), sorted({cell[0] for cell in cells})
-    samples = span(row.n for row in models)
-    words = [f"{number} seed{'s' * (number != '1')} ({comma(seeds)})"] * bool(cells)
-    return words + [f"{samples} samples each"] * bool(samples)
+def seeds_and_samples(rows: Sequence[Row]) -> str:
+    """`3 seeds (0, 1, 2), 3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
+    number = span(Counter((row.data, row.method, row.recipe, row.nfe) for row in rows).values())
+    seeds = comma(sorted({str(row.seed) for row in rows}))
+    return f"{number} seed{'s' * (number != '1')} ({seeds}), {span(row.n for row in rows)} samples each"
 
 
 def span(counts: Iterable[int | None]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from emoe.console import console_table
-from emoe.reporting.cells import NBSP
+from emoe.reporting.cells import NBSP, Line
 from emoe.reporting.results import Results
 from emoe.reporting.table import Table, over_nfe
 
@@ -23,7 +23,8 @@ def markdown(tables: Iterable[Table]) -> str:
 
     pieces = []
     for table in tables:
-        rule = "|" + "---|" * table.labels + "---:|" * (len(table.header) - table.labels)
+        labels = len(table.lines[0].labels) if table.lines else 1
+        rule = "|" + "---|" * labels + "---:|" * (len(table.header) - labels)
         cells = "\n".join([line(table.header), rule, *map(line, table.rows)])
         pieces += [piece for piece in (table.title, cells, table.note) if piece]
     return "\n\n".join(pieces) + "\n" if pieces else ""
@@ -50,15 +51,15 @@ def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
 
 
 def html_table(table: Table, colour: Callable[[str], str]) -> str:
-    """The cells of a table in HTML, with the colours of methods; a table without methods is one of words."""
+    """The cells of a table in HTML, with the colours of methods."""
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
-        method = table.methods[number] if table.methods else ""
-        key = f'<i class="key" style="background:{colour(method)}"></i>' if method else ""
+        line = table.lines[number] if table.lines else Line(())
+        key = f'<i class="key" style="background:{colour(line.method)}"></i>' if line.method else ""
         cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
-        lines.append(f'<tr class="{"reference" * (number in table.references)}">{"".join(cells)}</tr>')
-    kind, body = "numbers" if table.methods else "words", "\n".join(lines)
+        lines.append(f'<tr class="{"reference" * line.reference}">{"".join(cells)}</tr>')
+    kind, body = "numbers" if table.lines else "words", "\n".join(lines)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )

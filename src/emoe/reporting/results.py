@@ -145,11 +145,6 @@ def method_rank(method: str) -> tuple[float, str]:
     return order.index(method) if method in order else len(order) - len(REFERENCES) - 0.5, method
 
 
-def methods_of(rows: Iterable[Row]) -> list[str]:
-    """The methods of rows in the order of tables."""
-    return sorted({row.method for row in rows}, key=method_rank)
-
-
 def select(rows: Iterable[Row], **filters: Any) -> list[Row]:
     """Rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""
     wanted = {key: value if isinstance(value, list | tuple | set) else (value,) for key, value in filters.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, data_name, data_of, measure, over
@@ -23,9 +23,7 @@ class Table:
     rows: Sequence[list[str]]
     title: str = ""
     note: str = ""
-    labels: int = 1  # columns of labels, aligned to the left
-    references: Collection[int] = ()  # numbers of rows that are no models
-    methods: Sequence[str] = ()  # of the rows, for their colours
+    lines: Sequence[Line] = ()  # of the rows, with their methods; a table without lines is one of words
 
 
 def build(corner: Sequence[str], lines: Sequence[Line], columns: Sequence[Column], note: str = "") -> list[Table]:
@@ -33,10 +31,7 @@ def build(corner: Sequence[str], lines: Sequence[Line], columns: Sequence[Column
     if not lines or not columns:
         return []
     rows = [[*line.labels, *(cell(line) for _, cell in columns)] for line in lines]
-    table = Table([*corner, *(heading for heading, _ in columns)], rows, labels=len(corner))
-    table.references = {number for number, line in enumerate(lines) if line.reference}
-    table.methods = [line.method for line in lines]
-    return with_note([table], note)
+    return with_note([Table([*corner, *(heading for heading, _ in columns)], rows, lines=lines)], note)
 
 
 def with_note(tables: list[Table], note: str) -> list[Table]:
@@ -56,8 +51,8 @@ def printed(cell: str) -> float | None:
 
 def mark_best(table: Table, better: str | None) -> None:
     """Make the best ("high" or "low") printed numbers of every column bold, where at least two models have one."""
-    for column in range(table.labels, len(table.header) if better else 0):
-        models = [row for number, row in enumerate(table.rows) if number not in table.references]
+    for column in range(len(table.lines[0].labels), len(table.header) if better else 0):
+        models = [row for row, line in zip(table.rows, table.lines, strict=True) if not line.reference]
         values = [value for row in models if (value := printed(row[column])) is not None]
         best = (max if better == "high" else min)(values) if len(values) > 1 else None
         for row in models:
@@ -104,11 +99,8 @@ def rivals(results: Results, lines: Iterable[Line], metric: str, nfe: Sequence[i
     return [line for line in lines if any(line.where(nfe=calls).reported(metric) is not None for calls in nfe)]
 
 
-def over_nfe(results: Results, metric: str, *, measured: bool = False) -> list[Table]:
-    """Return a metric of samples over NFE, a table for each data set and convention; the paper's numbers below ours.
-
-    With `measured` a single seed has the error of its measurement.
-    """
+def over_nfe(results: Results, metric: str, error: str = "seeds") -> list[Table]:
+    """Return a metric of samples over NFE, a table for each data set and convention; the paper's numbers below ours."""
     (label, digits, better), tables = measure(metric), list[Table]()
     for data in data_of(results.only(metric=metric)):
         part = results.only(metric=metric, data=data)
@@ -119,7 +111,7 @@ def over_nfe(results: Results, metric: str, *, measured: bool = False) -> list[T
             lines += rivals(own, lines, metric, steps) if paper else []
             lines.sort(key=lambda line: method_rank(line.method))
             lines += [reference(own, method) for method in REFERENCES if own.select(method=method)]
-            cell = Number(metric, measured=measured, paper=f"{{:.{digits}f}}" if paper else "")
+            cell = Number(metric, error=error, paper=f"{{:.{digits}f}}" if paper else "")
             for table in build([data_name(data)], lines, over("nfe", "NFE {}", steps, cell)):
                 table.title = f"**{label}**" if convention is None else f"**{label}**, {convention}"
                 mark_best(table, better)

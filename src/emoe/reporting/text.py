@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Measured, Millions, Number, Plain, names, over, reported
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Measured, Millions, Number, Plain, over, reported
 from emoe.reporting.notes import note, span
 from emoe.reporting.recipes import paper_numbers
 from emoe.reporting.render import markdown
@@ -27,7 +27,7 @@ GREEDY, AVERAGED = (
 VARIANTS = {GREEDY: "greedy routes", AVERAGED: "averaged routes"}
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
-MAUVE = Number("mauve", {"convention": None}, spread="mauve_spread")  # over seeds of k-means, as in the paper
+MAUVE = Number("mauve", {"convention": None}, error="mauve_spread")  # over seeds of k-means, as in the paper
 Spec = tuple[Sequence[Line], Sequence[Column], dict[str, Any]]  # lines, columns, values of the note
 GAIN = Measured("coordination_gain", {"convention": "bound@1"}, "+.3f")
 
@@ -98,7 +98,7 @@ class TextTables:
         cell = self.perplexity
         if any(line.where(metric="mauve").rows for line in lines):
             cell = replace(cell, below=[*cell.below, replace(MAUVE, prefix="MAUVE ")])
-        averaged = names("notes")["text-averaged"] * any(line.variant == AVERAGED for line in lines)
+        averaged = "Averaged routes" if any(line.variant == AVERAGED for line in lines) else ""
         conventions = [in_setting(self.setting, variant) for variant in VARIANTS]
         steps = steps_of(self.rows.select(metric="gen_ppl", convention=conventions))
         return lines, over("nfe", "NFE {}", steps, cell), {"averaged": averaged}

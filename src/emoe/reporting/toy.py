@@ -23,7 +23,7 @@ def toy_page(results: Results) -> str:
     part, tables = sampled(results).only(task="toy"), list[Table]()
     for metric in METRICS:
         if parts := over_nfe(part, metric):
-            samples = "; ".join(seeds_and_samples(part.select(metric=metric)))
+            samples = seeds_and_samples(part.models.select(metric=metric))
             text = note("toy", part, metric=measure(metric).label, samples=samples)
             tables += with_note([side_by_side(parts)], text)
     return markdown(tables)
@@ -67,12 +67,11 @@ def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
     distances = []
     for law in select(exact, metric="validity"):
         row = samples.get(replace(law, convention=None).identity)
-        if row is not None and row.n:
-            error = math.hypot(math.sqrt(max(law.value * (100 - law.value) / row.n, 0.0)), law.stderr or 0.0)
-            if error > 0:
-                distances.append((abs(row.value - law.value) / error, row, law))
+        if row is not None and row.n and 0 < law.value < 100:
+            error = math.hypot(math.sqrt(law.value * (100 - law.value) / row.n), law.stderr or 0.0)
+            distances.append((abs(row.value - law.value) / error, row, law))
     if not distances:
-        return "No sampled validity stands beside these."
+        return ""
     most, row, law = max(distances, key=lambda distance: distance[0])
     return (
         f"Largest distance between sampled and exact validity in {len(distances)} comparisons: {most:.1f} standard "
@@ -136,7 +135,7 @@ def likelihood_tables(results: Results) -> list[Table]:
         for line in models(nll)
         for label, kind in KINDS.items()
     ]
-    number = Number(form=".3f", measured=True, plain=True)
+    number = Number(form=".3f", error="measured", plain=True)
     columns = over("nfe", "T = {}", steps, lambda line: number(line) if line.rows else "")
     gains = comma(f"{part.label(row.method)} {row.value:+.3f}" for row in part.select(metric="coordination_gain"))
     text = note("likelihood", part, truth=f"{truth[0].value:.3f}", rows=f"{truth[0].n:,}", gains=gains)

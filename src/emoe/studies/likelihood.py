@@ -16,7 +16,7 @@ from emoe.exact.laws import exact_laws, exact_nll
 from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Curve, Panel
 from emoe.recipes import get_recipe
-from emoe.reporting.results import Results, Row, methods_of
+from emoe.reporting.results import Results, Row, method_rank
 from emoe.reporting.toy import likelihood_tables
 from emoe.studies import options, pipeline, stages
 from emoe.studies.demo import EXPERIMENTS
@@ -59,7 +59,8 @@ class Study(pipeline.Study):
         """The table, and bounds and exact NLL against T, a panel for each method."""
         self.print_tables(likelihood_tables(results))
         nll = results.only(task="toy", metric="nll")
-        self.panels("likelihood.png", [[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6)
+        methods = sorted({row.method for row in nll.models.rows}, key=method_rank)
+        self.panels("likelihood.png", [[_panel(nll, method) for method in methods]], width=3.6)
 
 
 def _exact(trained: Trained) -> Stage:
