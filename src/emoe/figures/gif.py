@@ -72,7 +72,7 @@ def draw_pages(frames: Sequence[Frame], experts: int, dpi: int) -> Iterator[Imag
         axis.set_axis_off()
     wheel = [colorsys.hsv_to_rgb(i / experts, 0.6, (0.95, 0.65)[i % 2]) for i in range(experts)]
     colours: Sequence[Any] = CYCLE[:experts] if experts <= len(CYCLE) else wheel
-    palette, shown = ListedColormap(["white", *colours]), [show_mosaic(axes[0], mosaic(frames[0].images, edge))]
+    palette, shown = ListedColormap(["white", *colours]), [show_mosaic(axes[0], frames[0].images, edge)]
     for block, maps in enumerate(frames[-1].experts, 1):
         axes[block].set_title(f"block {block}, {maps.shape[1]} x {maps.shape[1]}", fontsize=9)
         shown.append(axes[block].imshow(_enlarged(maps, side, edge) * 0, palette, vmin=0, vmax=experts))

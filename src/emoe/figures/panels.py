@@ -6,6 +6,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -32,10 +33,13 @@ Images = Integer[np.ndarray, "n S S"]
 
 
 def panel_grid(
-    rows: Mapping[str, Mapping[str, Pool]], draw: Callable[[Any, Pool], object], *,
-    inches: tuple[float, float] = (INCHES, INCHES), title: str = "", dpi: int = DPI,
-) -> Figure:  # fmt: skip
-    """A line of panels for each method, one column for each pool, real data first; cells may be missing.
+    rows: Mapping[str, Mapping[str, Pool]],
+    draw: Callable[[Any, Pool], object],
+    inches: tuple[float, float] = (INCHES, INCHES),
+    title: str = "",
+    dpi: int = DPI,
+) -> Figure:
+    """Draw a line of panels for each method, one column for each pool, real data first; cells may be missing.
 
     `draw(axis, pool)` fills a panel of `inches` (width, height).
     """
@@ -122,22 +126,18 @@ def mosaic(images: Images, columns: int, lines: int | None = None) -> Float[np.m
     return np.ma.masked_invalid(SHADES[tile(images, columns, lines or columns, empty=len(SHADES) - 1)])
 
 
-def show_mosaic(axis: Any, shades: np.ma.MaskedArray) -> Any:
+def show_mosaic(axis: Any, images: Images, columns: int, lines: int | None = None) -> Any:
     """Draw a mosaic: ink is black, lines between images are light grey."""
     from matplotlib import colormaps
 
     colours = colormaps["gray_r"].with_extremes(bad="0.85")
-    return axis.imshow(shades, cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+    return axis.imshow(mosaic(images, columns, lines), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
 
 
 def mosaics(pools: Mapping[str, Images], *, title: str = "") -> Figure:
     """Mosaics of 8 x 8 images where every pool has that many, otherwise of 4 x 4."""
     edge, inches = (8, 3.2) if min(map(len, pools.values()), default=0) >= 64 else (4, 1.8)
-
-    def draw(axis: Any, images: Images) -> None:
-        show_mosaic(axis, mosaic(images, edge))
-
-    return panel_grid({"": pools}, draw, inches=(inches, inches), title=title, dpi=IMAGE_DPI)
+    return panel_grid({"": pools}, partial(show_mosaic, columns=edge), (inches, inches), title, IMAGE_DPI)
 
 
 def image_lines(images: Integer[np.ndarray, "lines columns S S"], headings: Mapping[str, float]) -> Figure:
@@ -145,7 +145,7 @@ def image_lines(images: Integer[np.ndarray, "lines columns S S"], headings: Mapp
     lines, columns, side = images.shape[:3]
     figure = canvas(0.8 * columns + 0.2, 0.8 * lines + 0.35, dpi=IMAGE_DPI)
     axis = figure.subplots()
-    show_mosaic(axis, mosaic(images.reshape(-1, side, side), columns, lines))
+    show_mosaic(axis, images.reshape(-1, side, side), columns, lines)
     axis.set_xticks([(column + 0.5) * (side + 1) for column in headings.values()], list(headings), fontsize=9)
     axis.tick_params(length=0, left=False, labelleft=False, labeltop=True, labelbottom=False)
     axis.spines[:].set_visible(False)
@@ -161,4 +161,4 @@ def texts(pools: Mapping[str, list[str]], *, title: str = "") -> Figure:
         style = {"va": "top", "fontsize": 6, "family": "monospace", "transform": axis.transAxes}
         axis.text(0.01, 0.99, shown, **style).set_in_layout(False)
 
-    return panel_grid({"": pools}, draw, inches=(4.2, 0.11 * MOST_TEXTS * (LINES + 1)), title=title)
+    return panel_grid({"": pools}, draw, (4.2, 0.11 * MOST_TEXTS * (LINES + 1)), title)

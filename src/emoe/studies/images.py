@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Panel
 from emoe.figures.gif import Recorder, write_gif
-from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
+from emoe.figures.panels import IMAGE_DPI, panel_grid, show_mosaic
 from emoe.reporting.cells import data_of, measure
 from emoe.reporting.images import bpd_tables, image_page, nfe_tables
 from emoe.reporting.recipes import parse, reference_name
@@ -152,11 +151,7 @@ def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, pa
 
 def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
     """A line of panels for each method (label -> column -> images), each with its first 4 x 4 images."""
-
-    def draw_cell(axis: Any, images: UInt8[np.ndarray, "_n S S"]) -> None:
-        show_mosaic(axis, mosaic(images, EDGE))
-
-    save(panel_grid(rows, draw_cell, dpi=IMAGE_DPI), path)
+    save(panel_grid(rows, functools.partial(show_mosaic, columns=EDGE), dpi=IMAGE_DPI), path)
 
 
 def curves(results: Results) -> list[list[Panel]]:
