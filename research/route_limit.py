@@ -1,4 +1,4 @@
-"""How well the best route code could do: the mixture that E-MoE's routes can express, fitted to a density directly.
+"""The best mixture that the routes of E-MoE can express, fitted to a density directly.
 
     python research/route_limit.py        seconds; writes results/route-limit.json
 
@@ -9,7 +9,6 @@ within a position. A network that could represent anything would reach the optim
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -19,13 +18,10 @@ from torch import Tensor
 
 from emoe.console import console_table
 from emoe.domains.toy import Toy, overlap_of_law, validity_of_law
-from emoe.evaluation.measure import row
 from emoe.exact.laws import kl_data_model
-from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.reporting.provenance import describe_machine
 from emoe.reporting.results import Row, RunInfo, record
-from emoe.types import Measurement
 
 EXPERTS, SEEDS, UPDATES = 8, (0, 1, 2), 400
 SMALLEST = 1e-12  # mass of a cell that no component owns
@@ -57,19 +53,17 @@ def _normalised(mass: Float[Tensor, "A B K"]) -> Float[Tensor, "A B K"]:
 
 def limit_rows(recipe: str, seed: int, experts: int) -> list[Row]:
     """Exact validity, overlap and KL of the fitted law."""
-    experiment = customise(get_recipe(recipe), {"seed": seed})
-    toy = experiment.domain.build(seed)
+    toy = get_recipe(recipe).domain.build(seed)
     assert isinstance(toy, Toy)
     data = toy.cell_probabilities().double()
     law = fit_routes(data, experts, seed=seed)
-    named = dataclasses.replace(experiment, name=f"route-limit-{experts}")
+    same = {"task": toy.task, "data": toy.name, "method": "limit", "recipe": f"route-limit-{experts}", "seed": seed}
     values = {
         "validity": validity_of_law(law, toy.support, toy.radius),
         "overlap": overlap_of_law(law, data),
         "kl": kl_data_model(data, law),
     }
-    items = [Measurement(name, value, None, None) for name, value in values.items()]
-    return [row(item, toy, named, nfe=1, method="limit", convention="exact") for item in items]
+    return [Row(**same, nfe=1, metric=name, convention="exact", value=value) for name, value in values.items()]
 
 
 def main(results: Path = Path("results/route-limit.json")) -> None:

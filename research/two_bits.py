@@ -80,17 +80,10 @@ def patterns(mask_id: int) -> tuple[Int[Tensor, "N 2"], Int[Tensor, "N 2"], Floa
     return x0, torch.where(hide, mask_id, x0), hide.sum(-1).double()
 
 
-def row(value: float, convention: str, method: str = "emoe", recipe: str | None = None, nfe: int | None = None) -> Row:
-    """A row of results."""
-    return Row(
-        task="likelihood", data="two-bits", method=method, recipe=recipe, seed=None, nfe=nfe, metric="nll",
-        convention=convention, value=value,
-    )  # fmt: skip
-
-
 def main(results: Path = Path("results/likelihood.json")) -> None:
     """The entropy of the data; for each weight of the KL the least objective, and bounds and NLL of that model."""
-    began, rows = time.monotonic(), [row(math.log(len(ROWS)), "exact", "data")]
+    began, same = time.monotonic(), {"task": "likelihood", "data": "two-bits", "seed": None, "metric": "nll"}
+    rows = [Row(**same, method="data", recipe=None, nfe=None, convention="exact", value=math.log(len(ROWS)))]
     with meter(len(POWERS) * STARTS, "two equal bits") as tick:
         for recipe, power in POWERS.items():
             models = []
@@ -98,10 +91,11 @@ def main(results: Path = Path("results/likelihood.json")) -> None:
                 models.append(minimise(power, start))
                 tick(1, recipe)
             least, method = min(models, key=lambda pair: pair[0])
-            rows.append(row(least, CONVENTIONS[power], recipe=recipe))
+            own = same | {"method": "emoe", "recipe": recipe}
+            rows.append(Row(**own, nfe=None, convention=CONVENTIONS[power], value=least))
             for steps, law in chain_laws(method, BOUND_STEPS).items():
-                rows.append(row(bound(method, steps), f"bound@{steps}", recipe=recipe))
-                rows.append(row(exact_nll(law, ROWS).mean().item(), "exact", recipe=recipe, nfe=steps))
+                rows.append(Row(**own, nfe=None, convention=f"bound@{steps}", value=bound(method, steps)))
+                rows.append(Row(**own, nfe=steps, convention="exact", value=exact_nll(law, ROWS).mean().item()))
     wall_s = round(time.monotonic() - began, 1)
     record(results, RunInfo(command="python research/two_bits.py", wall_s=wall_s, **describe_machine("cpu")), rows)
 
