@@ -1,4 +1,4 @@
-"""Generated blocks of README, docs and pages of results: numbers in prose come from `results/*.json`.
+"""Generated blocks of README, docs and pages of results, with numbers from `results/*.json`.
 
 A block is everything between the lines `<!-- generated:NAME -->` and `<!-- /generated:NAME -->`. Run
 `python -m emoe.reporting.docs` to bring all blocks and pages up to date, or with `--check` to list stale files.
@@ -28,8 +28,8 @@ MARKERS = re.compile(
     r"|^<!-- /?generated:[\w-]+ -->$",
     re.MULTILINE | re.DOTALL,
 )
-load = functools.cache(Results.load)  # many blocks are made of one file
-Block = Callable[[Path], str]  # writes the content of a block from a folder of results
+load = functools.cache(Results.load)  # many blocks read one file
+Block = Callable[[Path], str]  # folder of results -> content
 
 
 class BlockError(ValueError):
@@ -37,7 +37,7 @@ class BlockError(ValueError):
 
 
 def block(make: Callable[..., str | list[Table]], *files: str, command: str = "") -> Block:
-    """A block made of results files; without numbers it names the command that measures them."""
+    """Return a block made of results files; without the files it names the command that writes them."""
 
     def write(folder: Path) -> str:
         paths = [folder / f"{file}.json" for file in files]
@@ -69,7 +69,7 @@ PAGES: dict[str, Callable[[Results], str]] = {  # whole pages below results/, ea
 
 
 def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> str:
-    """Return a Markdown text with all its blocks made anew from a folder of results."""
+    """Return a Markdown text with all its blocks regenerated from a folder of results."""
 
     def fresh(match: re.Match[str]) -> str:
         name, line = match["name"], page.count("\n", 0, match.start()) + 1
@@ -86,7 +86,7 @@ def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Update or check all blocks; returns the exit code."""
+    """Update or check all blocks; return the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs/ and results/")

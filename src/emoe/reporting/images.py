@@ -13,7 +13,7 @@ KINDS = ("objective", "nelbo", "bound", "iw")  # order of the columns
 
 
 def bpd_tables(results: Results) -> list[Table]:
-    """Parameters, bits per dimension under every convention, and coordination gain; also of the paper's methods."""
+    """Return tables of parameters, bits per dimension under every convention, and coordination gain."""
     tables = []
     for data in data_of(results):
         part = results.only(data=data)
@@ -37,7 +37,7 @@ def bpd_tables(results: Results) -> list[Table]:
 
 
 def nfe_tables(results: Results) -> list[Table]:
-    """Measures of samples over NFE, a table for each data set and metric; the last of a data set has the note."""
+    """Return metrics of samples over NFE, a table for each data set and metric; the last of a data set has the note."""
     tables = []
     for data in data_of(results):
         part = results.only(data=data)
@@ -53,5 +53,5 @@ def nfe_tables(results: Results) -> list[Table]:
 
 
 def image_page(results: Results) -> str:
-    """`results/mnist.md` and `results/digits.md`."""
+    """Return the text of `results/mnist.md` and `results/digits.md`."""
     return f"**Bits per dimension**\n\n{markdown([*bpd_tables(results), *nfe_tables(results)])}"

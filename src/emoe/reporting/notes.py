@@ -1,4 +1,4 @@
-"""Notes below tables: their texts, and the seeds, samples and sources of rows in words."""
+"""Notes below tables, and their words for seeds, samples and sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emoe.reporting.results import Results, Row
 
 
 def note(name: str, results: Results, **values: object) -> str:
-    """A note of `names.toml` with `values` and the seeds, common changes and sources of the models.
+    """Return a note of `names.toml` with `values` and the seeds, common changes and sources of the models.
 
     Lines with a value that is empty or not measured are left out.
     """
@@ -32,29 +32,29 @@ def note(name: str, results: Results, **values: object) -> str:
 
 
 def source_of(results: Results) -> str:
-    """Commits and devices of all runs behind results."""
+    """Return commits and devices of all runs of results."""
     runs = sorted({(short_commit(run.commit), run.device) for run in results.runs.values()})
     return "; ".join(f"commit `{commit}` on {device}" for commit, device in runs)
 
 
 def short_commit(commit: str) -> str:
-    """Return 12 digits, which name a commit beyond doubt, and the mark of a changed tree."""
+    """Return 12 digits of a commit and the mark of a changed tree."""
     return commit[:12] + "-dirty" * commit.endswith("-dirty")
 
 
 def seeds_and_samples(rows: Sequence[Row]) -> str:
-    """`3 seeds (0, 1, 2), 3,000 samples each`; `1 to 3 seeds` where cells differ, so that no cell claims more."""
+    """Return `3 seeds (0, 1, 2), 3,000 samples each`, or `1 to 3 seeds` where cells differ."""
     number = span(Counter((row.data, row.method, row.recipe, row.nfe) for row in rows).values())
     seeds = comma(sorted({str(row.seed) for row in rows}))
     return f"{number} seed{'s' * (number != '1')} ({seeds}), {span(row.n for row in rows)} samples each"
 
 
 def span(counts: Iterable[int | None]) -> str:
-    """`300`, or `300 to 500` where counts differ; nothing without any."""
+    """Return `300`, or `300 to 500` where counts differ; empty without counts."""
     known = sorted({count for count in counts if count})
     return " to ".join(dict.fromkeys(f"{count:,}" for count in (*known[:1], *known[-1:])))
 
 
 def comma(values: Iterable[object]) -> str:
-    """`0, 1, 2`."""
+    """Return `0, 1, 2`."""
     return ", ".join(map(str, values))

@@ -32,18 +32,18 @@ class Recipe(NamedTuple):
 
 @functools.cache
 def parse(recipe: str | None) -> Recipe:
-    """The parts of a name; values may hold spaces."""
+    """Split a name; values may contain spaces."""
     name, *changes = re.split(r"\s+(?=[\w.-]+=)", str(recipe))
     return Recipe(name, dict(change.split("=", 1) for change in changes))
 
 
 def without(changes: Mapping[str, str], fields: Container[str]) -> dict[str, str]:
-    """Changed fields but some."""
+    """Return changed fields except some."""
     return {field: value for field, value in changes.items() if field not in fields}
 
 
 def as_typed(changes: Mapping[str, str]) -> str:
-    """Changed fields as they are typed: `train.steps=50 optim.lr=1e-3`."""
+    """Return changed fields in the form of the command line: `train.steps=50 optim.lr=1e-3`."""
     return " ".join(f"{field}={value}" for field, value in changes.items())
 
 
@@ -59,16 +59,16 @@ def common_changes(recipes: Iterable[str | None]) -> dict[str, str]:
 
 
 def reference_name(changes: Mapping[str, str]) -> str:
-    """The recipe of real data beside models with these changes; changes of the data are part of it."""
+    """Return the recipe of real data for models with these changes: it has their changes of the data."""
     data = {field: value for field, value in changes.items() if field.startswith("domain.")}
     return f"reference {as_typed(data)}".strip()
 
 
 @functools.cache
 def paper_numbers() -> dict[tuple[Any, ...], float]:
-    """The numbers of `paper.json` by data, method, metric, NFE and variant, under our names.
+    """Return the numbers of `paper.json` by data, method, metric, NFE and variant, under our names.
 
-    The NFE is None for metrics that do not depend on it. The variant is None for the main comparison; `greedy` and
+    The NFE is None for metrics that do not depend on it. The variant is None for the main comparison; `route_tau=0` and
     `route_tau=1` for the collapse ablation of E-MoE, `official` for perplexities that the paper quotes from elsewhere.
     """
     key, text = ("data", "method", "metric", "nfe", "variant"), Path(__file__).with_name("paper.json").read_bytes()
@@ -76,7 +76,7 @@ def paper_numbers() -> dict[tuple[Any, ...], float]:
 
 
 def comparable(rows: Iterable[Row]) -> str:
-    """The paper's data set, if its numbers compare with the recipe of one of the rows."""
+    """Return the paper's data set if its numbers compare with the recipe of one of the rows."""
     for task, recipe, own in {(row.task, row.recipe, row.data) for row in rows}:
         data, prefixes, fields = COMPARABLE.get(task, ("", (), ()))
         name, changes = parse(recipe)

@@ -13,9 +13,9 @@ from emoe.reporting.table import Table, over_nfe
 
 
 def markdown(tables: Iterable[Table]) -> str:
-    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
+    """Return tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
 
-    `|` and line ends inside cells are made harmless.
+    `|` and line ends inside cells are escaped.
     """
 
     def line(cells: Sequence[str]) -> str:
@@ -31,7 +31,7 @@ def markdown(tables: Iterable[Table]) -> str:
 
 
 def plain(text: str) -> str:
-    """Inline Markdown without its signs: `**87.6**` becomes `87.6*`, and `*(85.0)*` becomes `(85.0)`."""
+    """Return inline Markdown without its signs: `**87.6**` becomes `87.6*`, and `*(85.0)*` becomes `(85.0)`."""
     text = re.sub(r"^\*\*([-\d.]+)\*\*", "\\1\0", text)
     text = re.sub(r"\*\*([^*]+)\*\*|\*([^*]+)\*|`([^`]+)`", r"\1\2\3", text)
     return text.replace("\0", "*").replace(NBSP, " ")
@@ -51,7 +51,7 @@ def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
 
 
 def html_table(table: Table, colour: Callable[[str], str]) -> str:
-    """The cells of a table in HTML, with the colours of methods."""
+    """Return a table in HTML, with the colours of methods."""
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
@@ -74,7 +74,7 @@ def _html_cell(cell: str, key: str) -> str:
 
 
 def inline(text: str) -> str:
-    """Inline Markdown as HTML, escaped."""
+    """Return inline Markdown as HTML, escaped."""
     text = html.escape(text)
     for pattern, tag in ((r"\*\*(.+?)\*\*", "b"), (r"\*(.+?)\*", "em"), (r"`([^`]+)`", "code")):
         text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)

@@ -17,7 +17,7 @@ MARKS = {"*Italics*": r"(?<!\*)\*[^*]", "**Bold**": r"\*\*", "±": "±", DASH: D
 
 @dataclass
 class Table:
-    """A table of inline Markdown: `**best**`, `*the paper*`, `code` and line ends inside cells."""
+    """A table of inline Markdown: `**best**`, `*paper*`, `code` and line ends inside cells."""
 
     header: Sequence[str]
     rows: Sequence[list[str]]
@@ -50,7 +50,7 @@ def printed(cell: str) -> float | None:
 
 
 def mark_best(table: Table, better: str | None) -> None:
-    """Make the best ("high" or "low") printed numbers of every column bold, where at least two models have one."""
+    """Make the best printed number ("high" or "low") of each column bold, where at least two models have one."""
     for column in range(len(table.lines[0].labels), len(table.header) if better else 0):
         models = [row for row, line in zip(table.rows, table.lines, strict=True) if not line.reference]
         values = [value for row in models if (value := printed(row[column])) is not None]
@@ -61,9 +61,9 @@ def mark_best(table: Table, better: str | None) -> None:
 
 
 def models(results: Results, **fields: object) -> list[Line]:
-    """A line for each method and recipe that has rows with these fields, in the order of methods.
+    """Return a line for each method and recipe that has rows with these fields, in the order of methods.
 
-    A label holds what was changed in this recipe but not in all of them, and the recipe's name if it is not usual.
+    A label has the changes of this recipe that not all recipes share, and the recipe's name if it is not usual.
     """
     rows = results.models.rows
     shared = common_changes(row.recipe for row in rows)
@@ -82,7 +82,7 @@ def models(results: Results, **fields: object) -> list[Line]:
 
 
 def reference(results: Results, method: str) -> Line:
-    """Numbers of a reference for the data of the models, or where there are none, those of its first recipe."""
+    """Return the line of a reference: for the data of the models or, where it has no such rows, of its first recipe."""
     rows, usual = (
         results.select(method=method),
         reference_name(common_changes(row.recipe for row in results.models.rows)),
@@ -92,7 +92,7 @@ def reference(results: Results, method: str) -> Line:
 
 
 def rivals(results: Results, lines: Iterable[Line], metric: str, nfe: Sequence[int | None] = (None,)) -> list[Line]:
-    """Lines for methods whose numbers the paper reports, but that no line compares with."""
+    """Return lines for the methods of the paper's numbers that none of `lines` shows."""
     missing = {method for _, method, *_ in paper_numbers()} - {line.method for line in lines if line.paper}
     paper = comparable(results.models.rows)
     lines = [Line((results.label(method),), (), method, paper=paper) for method in sorted(missing, key=method_rank)]
@@ -120,17 +120,17 @@ def over_nfe(results: Results, metric: str, error: str = "seeds") -> list[Table]
 
 
 def sampled(results: Results) -> Results:
-    """Rows measured on samples, as the paper has them, and the references; those of exact laws left out."""
+    """Return rows measured on samples, and the references; without those of exact laws."""
     return results.of(row for row in results.rows if row.convention is None or row.method in REFERENCES)
 
 
 def steps_of(rows: Iterable[Row]) -> list[int]:
-    """Numbers of network calls of rows."""
+    """Return the numbers of network calls of rows."""
     return sorted({row.nfe for row in rows if row.nfe is not None})
 
 
 def conventions_of(rows: Iterable[Row], kinds: Sequence[str] = LIKELIHOODS) -> list[str]:
-    """Names of likelihoods in the order of their kinds, those of a kind with rising T."""
+    """Return names of likelihoods in the order of their kinds, those of a kind with rising T."""
 
     def key(name: str) -> tuple[int, list[int]]:
         kind, _, numbers = name.partition("@")

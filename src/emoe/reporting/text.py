@@ -33,12 +33,12 @@ GAIN = Measured("coordination_gain", {"convention": "bound@1"}, "+.3f")
 
 
 def in_setting(setting: str, variant: str | None = None) -> str:
-    """The convention of a perplexity: the setting that tokens are counted in, and the variant of sampling."""
+    """Return the convention of a perplexity: the setting that tokens are counted in, and the variant of sampling."""
     return setting if variant is None else f"{setting} {variant}"
 
 
 def likelihood(prefix: str = "") -> Number:
-    """Perplexity, below it nats per token."""
+    """Return a cell of the perplexity, below it nats per token."""
     return Measured(f"{prefix}ppl", form=".2f", below=[Measured(f"{prefix}nll_token", form=".4f")])
 
 
@@ -55,7 +55,7 @@ class TextTables:
         self.eval_lm = Line((rows.label("judge"),), own, "judge", reference=True)
 
     def values(self) -> dict[str, str]:
-        """Values of notes: the setting, and the perplexity of the evaluation LM on the test rows beside the AR row."""
+        """Return values for notes: the setting, and test perplexities of the evaluation LM and the AR model."""
         exact = Plain("ppl", {"convention": "exact"}, ".2f")
         ar = [exact(line) for line in models(self.rows) if line.method == "ar" and self.eval_lm.rows]
         step = Plain("judge_step", form=",.0f")(self.eval_lm)
@@ -104,7 +104,7 @@ class TextTables:
         return lines, over("nfe", "NFE {}", steps, cell), {"averaged": averaged}
 
     def _in_variant(self, line: Line, variant: str) -> Line:
-        """The rows of another way to sample as if it were the plain one."""
+        """Return a line whose rows of a variant have the conventions of plain sampling."""
         plain: dict[str | None, str | None] = {in_setting(self.setting, variant): self.setting, variant: None}
         rows = [replace(row, convention=plain[row.convention]) for row in select(line.rows, convention=[*plain])]
         return replace(line, labels=(f"{line.labels[0]}, {VARIANTS[variant]}",), rows=rows, variant=variant)
@@ -147,7 +147,7 @@ class TextTables:
         return lines, columns, {}
 
     def checks(self) -> Spec:
-        """Three questions to a latent: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
+        """Three checks: blocks in use, a gain over a factorised step, lower perplexity than MDLM at few calls."""
         everyone = models(self.rows)
         lines = [line for line in everyone if self.setting and any(one.labels[1] != "all" for one in _blocks(line))]
         columns: list[Column] = [("half of the blocks in use", _alive), ("coordination gain above 0", _gain)]
@@ -158,7 +158,7 @@ class TextTables:
         return lines, columns, {}
 
     def _against(self, mdlm: Line, line: Line) -> str:
-        """Perplexities of a model and MDLM; no verdict if entropies differ or perplexities are within two errors."""
+        """Compare perplexities with MDLM; no verdict if entropies differ or perplexities are within two errors."""
         numbers = (self.perplexity, *self.perplexity.below)
         (ours, entropy), (theirs, level) = ([number.mean(one) for number in numbers] for one in (line, mdlm))
         if ours is None or theirs is None or entropy is None or level is None:
@@ -190,7 +190,7 @@ def _gain(line: Line) -> str:
 
 
 def _blocks(line: Line) -> list[Line]:
-    """A line for each routed block and for `all` of them, with the numbers logged at the end of training."""
+    """Return a line for each routed block and for `all` of them, with the numbers logged at the end of training."""
     logged = [(int(str(row.convention)[5:]), row) for row in line.rows if str(row.convention).startswith("step ")]
     last = {row.metric: step for step, row in sorted(logged, key=lambda entry: entry[0])}
     groups: dict[str, list[Row]] = {}
@@ -214,7 +214,7 @@ TABLES: dict[str, tuple[str, Callable[[TextTables], Spec]]] = {  # name -> headi
 
 
 def text_tables(name: str, results: Results) -> list[Table]:
-    """The tables of one kind, one for each data set and, of perplexities alone, each setting."""
+    """Return the tables of one kind, one for each data set and, of perplexities alone, each setting."""
     tables = []
     for data in sorted({row.data for row in results.rows if row.task == "text"}):
         rows = results.only(task="text", data=data)
@@ -230,12 +230,12 @@ def text_tables(name: str, results: Results) -> list[Table]:
 
 
 def all_tables(results: Results) -> list[Table]:
-    """All tables, their kinds as titles."""
+    """Return all tables with their kinds as titles."""
     kinds = TABLES.items()
     return [replace(table, title=heading) for name, (heading, _) in kinds for table in text_tables(name, results)]
 
 
 def text_page(results: Results) -> str:
-    """`results/text.md`: all tables."""
+    """Return the text of `results/text.md`."""
     kinds = [(heading, text_tables(name, results)) for name, (heading, _) in TABLES.items()]
     return "\n".join(f"## {heading}\n\n{markdown(tables)}" for heading, tables in kinds if tables)

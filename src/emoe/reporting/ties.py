@@ -27,19 +27,19 @@ class TieSetting(NamedTuple):
 
 
 def default_depth(length: int) -> int:
-    """Blocks of the network for rows of a length: those of the next length that `DEPTHS` has, or of its last."""
+    """Return the blocks of the network for rows of a length: those of the next length in `DEPTHS`, or of the last."""
     return next((depth for known, depth in DEPTHS.items() if known >= length), max(DEPTHS.values()))
 
 
 @functools.cache
 def setting_of(data: str) -> TieSetting:
-    """`pairs-L16`, or `pairs-L16-S4` for an unusual number of symbols."""
+    """Parse `pairs-L16`, or `pairs-L16-S4` for an unusual number of symbols."""
     family, length, symbols = re.fullmatch(r"(\w+)-L(\d+)(-S\d+)?", data).groups("")  # type: ignore[union-attr]
     return TieSetting(family + symbols, int(length))
 
 
 def across_data(results: Results) -> Results:
-    """The same rows; their recipes without fields of the data and, unless it is unusual, without the depth."""
+    """Remove the fields of the data, and the depth unless it is unusual, from the recipes of rows."""
     rows = []
     for row in results.rows:
         changes = parse(row.recipe).changes
@@ -50,7 +50,7 @@ def across_data(results: Results) -> Results:
 
 
 def by_family(results: Results) -> dict[str, list[Line]]:
-    """For each family a line for each model, over all lengths, and a line of chance."""
+    """Return for each family a line for each model, over all lengths, and a line of chance."""
     chance = Line(("chance",), results.select(method="ideal"), reference=True)
     lines, data = [*models(across_data(results)), chance], {row.data for row in results.models.rows}
     families: dict[str, list[Line]] = {}
@@ -61,7 +61,7 @@ def by_family(results: Results) -> dict[str, list[Line]]:
 
 
 def scaling_tables(results: Results) -> list[Table]:
-    """Ties kept in one step and, in parentheses, coverage against the length of a row, by family and model."""
+    """Return a table of ties kept in one step and, in parentheses, coverage against the length of a row."""
     results, lines = results.only(task="ties"), list[Line]()
 
     def cell(length: int, line: Line) -> str:
@@ -77,7 +77,7 @@ def scaling_tables(results: Results) -> list[Table]:
 
 
 def health_tables(results: Results) -> list[Table]:
-    """The latent at the largest length of each family; models without a latent are left out."""
+    """Return a table of the latent at the largest length of each family; models without a latent are left out."""
     results, lines = results.only(task="ties"), list[Line]()
     longest = dict(sorted({setting_of(row.data) for row in results.select(metric=HEALTH)}))  # family -> length
     for family, own in by_family(results).items():

@@ -15,11 +15,11 @@ from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, models, over_nfe, sampled, steps_of, with_note
 
 METRICS = ("validity", "overlap")  # samples that repeat one good mode raise validity; only overlap shows it
-KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}  # label -> begin of a name
+KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}  # label -> prefix
 
 
 def toy_page(results: Results) -> str:
-    """`results/toy.md`: the paper's tables with our numbers, from samples as in the paper, densities side by side."""
+    """Return the text of `results/toy.md`: the paper's tables with our numbers, densities side by side."""
     part, tables = sampled(results).only(task="toy"), list[Table]()
     for metric in METRICS:
         if parts := over_nfe(part, metric):
@@ -30,7 +30,7 @@ def toy_page(results: Results) -> str:
 
 
 def side_by_side(tables: Sequence[Table]) -> Table:
-    """One table of the columns of all."""
+    """Return one table with the columns of all."""
     header = ["Method"]
     rows = {row[0]: [row[0]] for table in tables for row in table.rows}
     for table in tables:
@@ -43,7 +43,7 @@ def side_by_side(tables: Sequence[Table]) -> Table:
 
 
 def exact_tables(results: Results) -> list[Table]:
-    """Measures of the exact laws of the models, a table for each density, and the distance of samples from them."""
+    """Return metrics of exact laws, a table for each density, and the distance of samples from them."""
     exact, tables = results.only(task="toy", convention="exact").models, list[Table]()
     for data in data_of(exact):
         part = exact.only(data=data)
@@ -58,7 +58,7 @@ def exact_tables(results: Results) -> list[Table]:
 
 
 def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
-    """The largest |sampled - exact validity| in standard errors, over every run and NFE that has both.
+    """Find the largest |sampled - exact validity| in standard errors, over every run and NFE that has both.
 
     The error is that of n independent samples of the exact law, sqrt(p (1 - p) / n), which stays above zero where all
     samples happen to be valid; that of an exact law whose latent was drawn is added in squares.
@@ -81,7 +81,7 @@ def _largest_distance(results: Results, exact: Sequence[Row]) -> str:
 
 
 def held_out_tables(results: Results) -> list[Table]:
-    """Exact KL and overlap on densities that no setting was chosen on.
+    """Return a table of exact KL and overlap on densities that no setting was chosen on.
 
     For a method that extends another one there is a column of differences between runs of the same seed, and a sentence
     that counts the densities where it is better.
@@ -118,7 +118,7 @@ def held_out_tables(results: Results) -> list[Table]:
 
 
 def likelihood_tables(results: Results) -> list[Table]:
-    """Objective, bounds and exact NLL of the demo's models against the number of steps, in nats per row."""
+    """Return a table of objective, bounds and exact NLL of the demo's models against T, in nats per row."""
     part = results.only(task="toy")
     nll = part.only(metric="nll")
     steps, truth = steps_of(nll.rows), nll.select(method="data")
@@ -126,7 +126,7 @@ def likelihood_tables(results: Results) -> list[Table]:
         return []
 
     def at_steps(row: Row) -> Row:
-        """The NFE is T of `bound@T`, `iw@T,K` or a T-step sampler; the objective, which has none, goes first."""
+        """Set the NFE to T of `bound@T` or `iw@T,K`; the objective has no T and goes first."""
         numbers = str(row.convention).partition("@")[2].split(",")
         return replace(row, nfe=int(numbers[0] or row.nfe or steps[0]), stderr=row.stderr or None)
 
