@@ -204,13 +204,10 @@ class Results:
     def merge(self, other: Results) -> Results:
         """Add other results. Of two rows or styles with the same identity the one of the newer run stays."""
         runs = self.runs | other.runs
-        ours, theirs = (max((run.when for run in part.runs.values()), default=None) for part in (self, other))
-        newer = ours is None or theirs is None or ours <= theirs
-        self.methods = self.methods | other.methods if newer else other.methods | self.methods
-        rows = {row.identity: row for row in self.rows}
-        for row in other.rows:
-            present = rows.get(row.identity, row)
-            rows[row.identity] = row if runs[present.run].when <= runs[row.run].when else present
+        when = {name: run.when.timestamp() for name, run in runs.items()}
+        older, newer = sorted((self, other), key=lambda part: max((when[name] for name in part.runs), default=0.0))
+        self.methods = older.methods | newer.methods
+        rows = {row.identity: row for row in sorted([*self.rows, *other.rows], key=lambda row: when[row.run])}
         self.rows = _ordered(rows.values())
         self.runs = {name: runs[name] for name in sorted({row.run for row in self.rows})}
         return self
