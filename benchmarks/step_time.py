@@ -60,7 +60,7 @@ RIVAL = "vdm, eager"
 
 
 def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Callable[[int], None]:
-    """The training step of a recipe, to be called with step numbers."""
+    """Return the training step of a recipe, to be called with step numbers."""
     experiment = customise(get_recipe(name), settings)
     domain = experiment.domain.build(0)
     method = experiment.build_method(domain.space).to(device)
@@ -82,7 +82,7 @@ def _zeroed(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int = 32) -> Callable[[int], None]:
-    """A step of the VDM UNet on grey images: noise prediction, Adam, clipping, moving average; eager, TF32."""
+    """Return a step of the VDM UNet on grey images: noise prediction, Adam, clipping, moving average; eager, TF32."""
     sys.path.insert(0, str(folder))
     helpers = ModuleType("utils")  # the network needs one function of a file whose imports are many
     helpers.zero_init = _zeroed  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int
 
 
 def kernels_of(step: Callable[[int], None], first: int, count: int = 5) -> str:
-    """The kernels of a step, the longest first: microseconds of a step, calls, microseconds of a call, name.
+    """List the kernels of a step, the longest first: microseconds of a step, calls, microseconds of a call, name.
 
     Times of kernels that ran beside each other overlap: they add up to more than a step takes.
     """

@@ -55,7 +55,7 @@ ESTIMATORS: dict[str, tuple[CompareConfig | None, float]] = {  # how draws are c
 
 
 def trained() -> Iterator[tuple[str, EMoE]]:
-    """The model at each of the `MOMENTS` of one training run, in float64."""
+    """Yield the model at each of the `MOMENTS` of one training run, in float64."""
     domain = DATA.build(SEED)
     assert isinstance(domain, Ties)
     with torch.random.fork_rng(devices=[]):
@@ -74,12 +74,12 @@ def trained() -> Iterator[tuple[str, EMoE]]:
 
 
 def ramp_of(relax_tau: float) -> dict[str, Tensor]:
-    """Temperature of the relaxation, and a KL weight of 1."""
+    """Return values of ramps: the temperature of the relaxation, and a KL weight of 1."""
     return {"relax_tau": torch.tensor(relax_tau), "kl_weight": torch.tensor(1.0), "kl_time_power": torch.tensor(0.0)}
 
 
 class Cell(NamedTuple):
-    """Where gradients are compared: a row, the row with masks, and a time."""
+    """A case for which gradients are compared: a row, the row with masks, and a time."""
 
     x0: Int[Tensor, "1 L"]
     xt: Int[Tensor, "1 L"]
@@ -87,21 +87,21 @@ class Cell(NamedTuple):
 
 
 def cells(mask_id: int) -> list[Cell]:
-    """Two rows at t = 1; one of them at t = 1/2, still all masked; the other with one token known."""
+    """Return two rows at t = 1, one of them at t = 1/2, still all masked, and the other with one token known."""
     values = [([0, 0], [mask_id] * 2, 1.0), ([5, 5], [mask_id] * 2, 1.0), ([0, 0], [mask_id] * 2, 0.5)]
     values.append(([5, 5], [5, mask_id], 0.5))
     return [Cell(torch.tensor([x0]), torch.tensor([xt]), torch.tensor([t]).double()) for x0, xt, t in values]
 
 
 def row_losses(method: EMoE, cell: Cell, relax_tau: float, count: int, rng: Rng) -> Float[Tensor, " B"]:
-    """Training losses of a cell, drawn `count` times."""
+    """Draw the training loss of a cell `count` times."""
     x0, xt, t = (value.repeat_interleave(count, 0) for value in cell)
     weight, ramp = method.config.schedule.elbo_weight(t), ramp_of(relax_tau)
     return method.objective(Noised(x0, xt, t, xt == method.space.mask_id, weight), ramp, rng)[0]
 
 
 def exact_gradients(method: EMoE, cell: Cell, parameters: list[Tensor], seed: int) -> Float[Tensor, "G N"]:
-    """Gradients of `objective_of`: an exact one, or for VIMCO some whose mean is exact."""
+    """Return gradients of `objective_of`: an exact one, or for VIMCO several whose mean is exact."""
     compare = method.config.compare
     groups = VIMCO_GROUPS if compare is not None and compare.estimator == "vimco" else 1
     generators = [torch.Generator().manual_seed(derive_seed(seed, "claimed", group)) for group in range(groups)]
@@ -132,7 +132,7 @@ def objective_of(method: EMoE, cell: Cell, generator: torch.Generator) -> Float[
 
 
 def likelihood_gradient(model: EMoE, cell: Cell) -> Float[Tensor, " N"]:
-    """Exact gradient of -log p(x0 | xt) of one step, in all parameters; the posterior has no part in it."""
+    """Return the exact gradient of -log p(x0 | xt) of one step in all parameters; it does not involve the posterior."""
     one = torch.ones(1, dtype=torch.float64)
     return flat_gradient(enumerate_routes(model, *cell).evidence(one).sum(), list(model.parameters()))
 
@@ -151,12 +151,12 @@ def quality(drawn: Float[Tensor, "G N"], references: Float[Tensor, "R N"], each:
 
 
 def spread(means: Float[Tensor, "G N"]) -> float:
-    """sqrt(E |mean of the rows - its expectation|^2); 0 for a single row."""
+    """Estimate sqrt(E |mean of the rows - its expectation|^2); 0 for a single row."""
     return math.sqrt(means.var(0).sum().item() / len(means)) if len(means) > 1 else 0.0
 
 
 def gradient_rows(state: str, model: EMoE, tick: Tick) -> list[Row]:
-    """All measures of all estimators, over the cells: root mean square of sizes, mean of cosines."""
+    """Measure all estimators over the cells: root mean square of sizes, mean of cosines."""
     cases, rows = cells(model.space.mask_id), list[Row]()
     # Entries of a gradient of all parameters that belong to routers.
     routers = torch.cat([torch.full((p.numel(),), "router" in n.split(".")) for n, p in model.named_parameters()])
@@ -185,13 +185,13 @@ def gradient_rows(state: str, model: EMoE, tick: Tick) -> list[Row]:
 
 
 def rms(values: Iterator[float]) -> float:
-    """Root mean square."""
+    """Return the root mean square."""
     return math.sqrt(fmean(value**2 for value in values))
 
 
 @torch.no_grad()
 def state_rows(state: str, model: EMoE) -> list[Row]:
-    """Exact NLL of one step and KL(q || p) at t = 1, means over all rows of the data."""
+    """Return exact NLL of one step and KL(q || p) at t = 1, means over all rows of the data."""
     x0 = torch.arange(model.space.mask_id)[:, None].expand(-1, model.space.length).contiguous()
     one = torch.ones(len(x0), dtype=torch.float64)
     routes = enumerate_routes(model, x0, torch.full_like(x0, model.space.mask_id), one)
@@ -200,7 +200,7 @@ def state_rows(state: str, model: EMoE) -> list[Row]:
 
 
 def cost_rows(tick: Tick) -> list[Row]:
-    """Median time of a training step of the toy's model for each estimator, and its ratio to the paper's reading.
+    """Return the median time of a training step of the toy model for each estimator, and its ratio to the baseline.
 
     Every round takes one step of each, so that a machine that slows down slows them all.
     """
@@ -226,13 +226,13 @@ def cost_rows(tick: Tick) -> list[Row]:
 
 
 def row(recipe: str, metric: str, value: float, convention: str | None = None, **more: object) -> Row:
-    """A row of results."""
+    """Return a row of results."""
     where: dict = {"task": "estimators", "data": "pairs-L2", "method": "emoe", "seed": SEED, "nfe": None} | more
     return Row(recipe=recipe, metric=metric, convention=convention, value=value, **where)
 
 
 def main(results: Path = Path("results/estimators.json")) -> None:
-    """All states, gradients and costs."""
+    """Record all states, gradients and costs."""
     began, states, rows = time.monotonic(), dict(trained()), list[Row]()
     with meter(len(states) * len(ESTIMATORS) + ROUNDS + 1, "estimators") as tick:
         for state, model in states.items():

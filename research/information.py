@@ -37,7 +37,7 @@ Curve = list[tuple[int, list[float]]]  # (step, nats at each position)
 
 
 def curves(run: Path) -> dict[int, Curve]:
-    """Block -> route KL at each position for every logged step."""
+    """Return block -> route KL at each position for every logged step."""
     blocks: dict[int, Curve] = {}
     for record in read_metrics(run / "metrics.jsonl"):
         for key, value in record.items():
@@ -48,12 +48,12 @@ def curves(run: Path) -> dict[int, Curve]:
 
 
 def mean_end(curve: Curve) -> list[float]:
-    """Mean of the last logged records at each position."""
+    """Return the mean of the last logged records at each position."""
     return [fmean(column) for column in zip(*(nats for _, nats in curve[-LAST:]), strict=True)]
 
 
 def draw(panels: Mapping[str, dict[int, Curve]], path: Path) -> None:
-    """Stacked areas of nats over training, a colour for each block and a shade for each position."""
+    """Draw stacked areas of nats over training, a colour for each block and a shade for each position."""
     from matplotlib import colormaps
 
     figure = canvas(3.4 * len(panels), 3.0)
@@ -77,12 +77,10 @@ class Study(pipeline.Study):
     """Train the variants, record their nats, draw the figure and print a table."""
 
     def experiments(self) -> dict[Experiment, str]:
-        """The variants."""
         settings = {**SETTINGS, **self.options.settings}
         return {customise(get_recipe(name), {**settings, **own}): label for label, (name, own) in VARIANTS.items()}
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Samples, and the nats of every block and position at the end of training."""
         nats = [
             Measurement(f"route_kl/block{block}/position{number}", nats, None, min(LAST, len(curve)))
             for block, curve in curves(run.path).items()
@@ -93,7 +91,6 @@ class Study(pipeline.Study):
         return [*pools, run.stage("nats", "route_kl/block1/position1", lambda: nats)]
 
     def write(self, results: Results) -> None:
-        """The figure, and a table on the terminal."""
         self.figure("information.png", lambda path: draw({run.label: curves(run.path) for run in self.runs}, path))
         self.print_tables(information_tables(results))
 

@@ -3,7 +3,7 @@
     python research/route_limit.py        seconds; writes results/route-limit.json
 
 With two positions and two blocks one network call of E-MoE is p(i, j) = sum_ab w_a v_b P_ab(i) Q_ab(j): the routes a, b
-of the two positions in block 1 are drawn independently (w, v), block 2 reads both of them, and what it draws stays
+of the two positions in block 1 are drawn independently (w, v), block 2 reads both of them, and its routes act
 within a position. A network that could represent anything would reach the optimum over w, v, P and Q.
 """
 
@@ -28,7 +28,7 @@ SMALLEST = 1e-12  # mass of a cell that no component owns
 
 
 def fit_routes(law: Float[Tensor, "J K"], experts: int, *, seed: int, updates: int = UPDATES) -> Float[Tensor, "J K"]:
-    """The law sum_ab w_a v_b P_ab Q_ab that expectation maximisation finds from a random start.
+    """Fit the law sum_ab w_a v_b P_ab Q_ab by expectation maximisation from a random start.
 
     Components begin as the marginals with a little noise. No update can lower the likelihood.
     """
@@ -52,7 +52,7 @@ def _normalised(mass: Float[Tensor, "A B K"]) -> Float[Tensor, "A B K"]:
 
 
 def limit_rows(recipe: str, seed: int, experts: int) -> list[Row]:
-    """Exact validity, overlap and KL of the fitted law."""
+    """Return exact validity, overlap and KL of the fitted law."""
     toy = get_recipe(recipe).domain.build(seed)
     assert isinstance(toy, Toy)
     data = toy.cell_probabilities().double()

@@ -46,7 +46,7 @@ class Routes(NamedTuple):
 
 
 def enumerate_routes(method: EMoE, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"], t: Float[Tensor, " B"]) -> Routes:
-    """Run both passes along every route; `free_nats` and `compare.in_turn` do not count."""
+    """Run both passes along every route; `free_nats` and `compare.in_turn` are ignored."""
     (batch, length), blocks, experts = x0.shape, method.backbone.routed_blocks - 1, method.config.experts
     count = experts ** (length * blocks)  # routes of all blocks but the last
     z = digits(experts, length * blocks).view(count, blocks, length, 1).repeat(2 * batch, 1, 1, 1)
@@ -75,11 +75,11 @@ def enumerate_routes(method: EMoE, x0: Int[Tensor, "B L"], xt: Int[Tensor, "B L"
 
 
 def digits(base: int, length: int) -> Int[Tensor, "N length"]:
-    """All rows of `length` numbers below `base`."""
+    """Return all rows of `length` numbers below `base`."""
     return torch.arange(base**length)[:, None] // base ** torch.arange(length) % base
 
 
 def flat_gradient(value: Float[Tensor, ""], parameters: Sequence[Tensor]) -> Float[Tensor, " N"]:
-    """Gradient of all parameters as one vector in float64, zero where there is none."""
+    """Return the gradient of all parameters as one vector in float64, zero where there is none."""
     gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in gradients]).double()

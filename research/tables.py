@@ -43,7 +43,7 @@ SEARCHES = [path.stem for path in (Path(__file__).parents[1] / "results" / "sear
 
 
 def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
-    """Methods that were measured on the toy, and the other models of text, without errors."""
+    """Return the main numbers of all methods, without errors."""
     rows = sampled(toy).select(task="toy", metric=METRICS)
     rows += mnist.select(task="mnist", metric="frechet") + text.select(task="text", metric=["gen_ppl", "entropy"])
     rows = [row for row in Results(rows).models.rows if " method." not in str(row.recipe)]
@@ -55,19 +55,19 @@ def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
 
 
 def _with_second(cell: Number, where: dict[str, object], line: Line) -> str:
-    """The first number, and the second in parentheses."""
+    """Return the first number, and the second in parentheses."""
     first, *second = cell(line.where(**where)).split("\n")
     return first + "".join(f" ({text})" for text in second)
 
 
 def estimator_order(name: str) -> tuple[int, list[float], str]:
-    """Sort key of an estimator: its family, then its numbers."""
+    """Return the sort key of an estimator: its family, then its numbers."""
     family, _, setting = name.partition(" ")
     return FAMILIES.index(family), [float(number) for number in re.findall(r"[\d.]+", setting)], name
 
 
 def estimator_tables(results: Results) -> list[Table]:
-    """Bias, cosine, spread and cost of the gradients of every estimator, a table for each state of the model."""
+    """Return bias, cosine, spread and cost of the gradients of every estimator, a table for each state of the model."""
     (cost,) = results.select(metric="step_ratio", recipe=BASELINE)
     text = (
         "Gradients of the routers' parameters, unless said otherwise, relative to the size of the exact gradient of "
@@ -97,7 +97,7 @@ def estimator_tables(results: Results) -> list[Table]:
 
 
 def route_limit(limit: Results, toy: Results) -> list[Table]:
-    """The best route code and trained models at one network call: exact laws, means over seeds."""
+    """Compare the best route code and trained models at one network call: exact laws, means over seeds."""
     results = Results().merge(limit).merge(toy).only(nfe=1, convention="exact")
     lines = [
         Line((data_name(data), "*best route code*" if method == "limit" else results.label(method)), rows)
@@ -111,7 +111,7 @@ def route_limit(limit: Results, toy: Results) -> list[Table]:
 
 
 def information_tables(results: Results) -> list[Table]:
-    """Nats of the blocks at the end of training, and ties kept at one network call."""
+    """Return nats of the blocks at the end of training, and ties kept at one network call."""
 
     def nats(line: Line) -> list[float]:
         rows = [row for row in line.rows if row.metric.startswith("route_kl/")]
@@ -130,7 +130,7 @@ def information_tables(results: Results) -> list[Table]:
 
 
 def two_bits(results: Results) -> list[Table]:
-    """Two equal bits: the least objective, and bounds and exact NLL of the same model, beside the entropy."""
+    """Return the least objective for two equal bits, and bounds and exact NLL of the same model."""
     part, lines = results.only(data="two-bits", metric="nll"), []
     for convention, (label, k) in OBJECTIVES.items():
         (row,) = part.select(convention=convention)
@@ -148,13 +148,13 @@ def two_bits(results: Results) -> list[Table]:
 
 
 def label(results: Results, method: str) -> str:
-    """A method of a benchmark: `emoe, 2 draws` becomes `E-MoE, 2 draws`."""
+    """Return the label of a method of a benchmark: `E-MoE, 2 draws` for `emoe, 2 draws`."""
     name, comma, more = method.partition(", ")
     return "VDM UNet, eager" if method == RIVAL else results.label(name) + comma + more
 
 
 def mnist_steps(results: Results) -> list[Table]:
-    """The training step of the methods on MNIST, the paper's budget in minutes, and the rival's speed."""
+    """Compare training steps of the methods on MNIST, with the paper's budget in minutes, and the VDM UNet."""
     part = results.only(metric="step_ms", data="mnist-step-gpu")
     lines = [Line((label(part, row.method),), [row], row.method) for row in part.rows]
     (rival,) = part.select(method=RIVAL)
@@ -169,7 +169,7 @@ def mnist_steps(results: Results) -> list[Table]:
 
 
 def version_steps(results: Results) -> list[Table]:
-    """Training steps of this version and of commit 6076d38, the last before the refactoring, in one command."""
+    """Compare training steps of this version and of commit 6076d38, the last before the refactoring."""
     trees = ("before", "after", "plain")
     part = results.only(data="versions-gpu", metric="time_ms", method=[f"{tree}, step" for tree in trees])
     lines = [Line((recipe,), part.select(recipe=recipe)) for recipe in sorted({row.recipe for row in part.rows})]
@@ -189,7 +189,7 @@ def version_steps(results: Results) -> list[Table]:
 
 
 def sampling_calls(results: Results) -> list[Table]:
-    """A network call and the calls of a draw outside training, of E-MoE against MDLM."""
+    """Compare network calls of E-MoE and MDLM outside training, alone and in a draw."""
     part = results.only(data="versions-gpu", recipe="calls")
     lines = [
         Line((kind,), [part.select(method=f"after, {method}, {kind}")[0] for method in ("mdlm", "emoe")])
@@ -205,7 +205,7 @@ def sampling_calls(results: Results) -> list[Table]:
 
 
 def step_variants(results: Results) -> list[Table]:
-    """The training step of every way to learn the latent, beside the paper's reading in the same run."""
+    """Compare training steps of all estimators with the paper's in the same run."""
     part = results.only(metric="step_ms", data="toy-step-gpu")
     (base,) = part.select(method="emoe")
     rows = sorted(part.select(run=base.run), key=lambda row: row.value)
@@ -217,7 +217,7 @@ def step_variants(results: Results) -> list[Table]:
 
 
 def toy_source(results: Results) -> str:
-    """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
+    """Return commands, commits and devices of the tables, with seeds and sample counts."""
     part = sampled(results).only(task="toy", metric=METRICS)
     commands: dict[str, list[str]] = {}
     for run in part.runs.values():
@@ -230,7 +230,7 @@ def toy_source(results: Results) -> str:
 
 
 def toy_gaps(results: Results) -> str:
-    """Differences of VADD and E-MoE from the paper at one network call, in points."""
+    """Return the differences of VADD and E-MoE from the paper at one network call, in points."""
     part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
     sentences = []
     for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
@@ -245,7 +245,7 @@ def toy_gaps(results: Results) -> str:
 
 
 def search(name: str, folder: Path) -> str:
-    """All trials of a search of version 0.1 (`results/search/*.json`), best first, with errors over tasks and seeds."""
+    """Return all trials of a search of version 0.1 (`results/search/*.json`), best first."""
     ranking = json.loads((folder / "search" / f"{name}.json").read_text(encoding="utf-8"))
     forms, info = {name: f".{measure(name.partition('@')[0]).digits}f" for name in ranking["rank"]}, ranking["made"]
     rows, tasks = list[list[str]](), list[str]()
@@ -268,7 +268,7 @@ def search(name: str, folder: Path) -> str:
 
 
 def short_label(settings: dict[str, str]) -> str:
-    """Changed fields without their family's name; ramps as `4 → 1 over 60%`."""
+    """Return changed fields without their family's name; ramps as `4 → 1 over 60%`."""
     words = []
     for name, text in settings.items():
         if text.startswith("{"):

@@ -33,7 +33,7 @@ STARTS, UPDATES, RATE = 6, 600, 0.03  # most random models end in a worse optimu
 
 
 def minimise(power: int, start: int) -> tuple[float, EMoE]:
-    """The objective with t^-power on the KL that a random model reaches, in nats, and the model."""
+    """Minimise the objective with t^-power on the KL from a random start; return it in nats, and the model."""
     method = tiny_methods("emoe", start)["emoe"]
     assert isinstance(method, EMoE)
     for parameter in method.backbone.trunk.time.parameters():  # type: ignore[union-attr]
@@ -50,7 +50,7 @@ def minimise(power: int, start: int) -> tuple[float, EMoE]:
 
 
 def objective(method: EMoE, power: int) -> Float[Tensor, ""]:
-    """E over t ~ U(0, 1] and masks of masked NLL / t + KL / t^power.
+    """Return E over t ~ U(0, 1] and masks of masked NLL / t + KL / t^power.
 
     k of 2 tokens are masked with probability t^k (1 - t)^(2 - k); against t^-p that is Beta(k - p + 1, 3 - k).
     """
@@ -63,7 +63,7 @@ def objective(method: EMoE, power: int) -> Float[Tensor, ""]:
 
 @torch.no_grad()
 def bound(method: EMoE, steps: int) -> float:
-    """bound@T (Eq. 6) without a draw: the sum over i of E over masks of masked NLL / i + KL at t = i / T."""
+    """Return bound@T (Eq. 6) without draws: the sum over i of E over masks of masked NLL / i + KL at t = i / T."""
     x0, xt, masked = patterns(method.space.mask_id)
     total = 0.0
     for i, t in enumerate(grid_times(steps)[1:], 1):
@@ -74,14 +74,14 @@ def bound(method: EMoE, steps: int) -> float:
 
 
 def patterns(mask_id: int) -> tuple[Int[Tensor, "N 2"], Int[Tensor, "N 2"], Float[Tensor, " N"]]:
-    """Both rows with every pattern of masks that has one; without masks both passes are equal and cost nothing."""
+    """Return both rows with every pattern of masks that has one; without masks NLL and KL are 0."""
     flags = torch.tensor([[True, False], [False, True], [True, True]])
     x0, hide = ROWS.repeat_interleave(len(flags), 0), flags.repeat(len(ROWS), 1)
     return x0, torch.where(hide, mask_id, x0), hide.sum(-1).double()
 
 
 def main(results: Path = Path("results/likelihood.json")) -> None:
-    """The entropy of the data; for each weight of the KL the least objective, and bounds and NLL of that model."""
+    """Record the entropy of the data and, for each weight of the KL, the least objective and its bounds and NLL."""
     began, same = time.monotonic(), {"task": "likelihood", "data": "two-bits", "seed": None, "metric": "nll"}
     rows = [Row(**same, method="data", recipe=None, nfe=None, convention="exact", value=math.log(len(ROWS)))]
     with meter(len(POWERS) * STARTS, "two equal bits") as tick:
