@@ -83,10 +83,8 @@ def models(results: Results, **fields: object) -> list[Line]:
 
 def reference(results: Results, method: str) -> Line:
     """Return the line of a reference: for the data of the models or, where it has no such rows, of its first recipe."""
-    rows, usual = (
-        results.select(method=method),
-        reference_name(common_changes(row.recipe for row in results.models.rows)),
-    )
+    rows = results.select(method=method)
+    usual = reference_name(common_changes(row.recipe for row in results.models.rows))
     recipes = sorted({row.recipe for row in rows}, key=lambda recipe: (recipe != usual, str(recipe)))
     return Line((results.label(method),), select(rows, recipe=recipes[:1]), method, reference=True)
 
@@ -95,8 +93,8 @@ def rivals(results: Results, lines: Iterable[Line], metric: str, nfe: Sequence[i
     """Return lines for the methods of the paper's numbers that none of `lines` shows."""
     missing = {method for _, method, *_ in paper_numbers()} - {line.method for line in lines if line.paper}
     paper = comparable(results.models.rows)
-    lines = [Line((results.label(method),), (), method, paper=paper) for method in sorted(missing, key=method_rank)]
-    return [line for line in lines if any(line.where(nfe=calls).reported(metric) is not None for calls in nfe)]
+    others = [Line((results.label(method),), (), method, paper=paper) for method in sorted(missing, key=method_rank)]
+    return [line for line in others if any(line.where(nfe=calls).reported(metric) is not None for calls in nfe)]
 
 
 def over_nfe(results: Results, metric: str, error: str = "seeds") -> list[Table]:
