@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +20,12 @@ from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Panel
 from emoe.figures.gif import Recorder, write_gif
-from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
+from emoe.figures.panels import IMAGE_DPI, panel_grid, show_mosaic
 from emoe.reporting.cells import data_of, measure
-from emoe.reporting.images import bpd_tables, image_page, nfe_tables, real_data
+from emoe.reporting.images import bpd_tables, image_page, nfe_tables
 from emoe.reporting.recipes import parse, reference_name
 from emoe.reporting.results import Results, method_rank
-from emoe.reporting.table import models
+from emoe.reporting.table import models, reference
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
@@ -137,11 +136,7 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
 
 def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
     """A line of panels for each method (label -> column -> images), each with its first 4 x 4 images."""
-
-    def draw_cell(axis: Any, images: UInt8[np.ndarray, "_n S S"]) -> None:
-        show_mosaic(axis, mosaic(images, EDGE))
-
-    save(panel_grid(rows, draw_cell, dpi=IMAGE_DPI), path)
+    save(panel_grid(rows, functools.partial(show_mosaic, columns=EDGE), dpi=IMAGE_DPI), path)
 
 
 def curves(results: Results) -> list[list[Panel]]:
@@ -149,7 +144,7 @@ def curves(results: Results) -> list[list[Panel]]:
     part, panels = results.only(data=data_of(results)[:1]), []
     for metric in CURVES if part.rows else ():
         lines = {line.labels[0]: mean_curve(line.where(metric=metric).rows) for line in models(part)}
-        real = levels({"real data": real_data(part).where(metric=metric).rows})
+        real = levels({"real data": reference(part, "data").where(metric=metric).rows})
         panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=real))
     return [panels]
 

@@ -15,7 +15,7 @@ from emoe.exact.laws import exact_laws, exact_nll
 from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Curve, Panel
 from emoe.recipes import get_recipe
-from emoe.reporting.results import Results, Row, methods_of, select
+from emoe.reporting.results import Results, Row, method_rank, select
 from emoe.reporting.toy import likelihood_tables
 from emoe.studies import options, pipeline, stages
 from emoe.studies.demo import EXPERIMENTS
@@ -53,7 +53,8 @@ class Study(pipeline.Study):
     def write(self, results: Results) -> None:
         self.print_tables(likelihood_tables(results))
         nll = results.only(task="toy", metric="nll")
-        self.panels("likelihood.png", [[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6)
+        methods = sorted({row.method for row in nll.models.rows}, key=method_rank)
+        self.panels("likelihood.png", [[_panel(nll, method) for method in methods]], width=3.6)
 
 
 def _exact(trained: Trained) -> Stage:

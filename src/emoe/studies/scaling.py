@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,6 +15,7 @@ from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Panel
 from emoe.recipes import get_recipe
 from emoe.reporting import ties
+from emoe.reporting.cells import Line
 from emoe.reporting.results import Results, Row
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.options import flag, hidden, seeds_flag
@@ -21,6 +23,14 @@ from emoe.studies.pipeline import mean_curve
 from emoe.studies.stages import Stage, Trained
 
 FAMILIES = get_args(TieFamily)
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # name -> recipe and changed fields
+    "mdlm": ("ties-mdlm", {}),
+    "vadd": ("ties-vadd", {}),
+    "paper": ("ties-emoe", {}),
+    "plus": ("ties-emoe-wake-sleep", {}),
+    "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
+    "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
+}
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
 HELD_OUT_ROWS = 2_000  # of bound@1
 
@@ -32,7 +42,7 @@ class Options(options.Options):
     reserved = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
 
     study: str = hidden("scaling")
-    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(ties.VARIANTS))
+    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(VARIANTS))
     families: tuple[str, ...] = flag(FAMILIES, "families of ties", allowed=FAMILIES)
     lengths: tuple[int, ...] = flag((2, 4, 8, 16, 32, 64), "lengths L of a row", low=2, high=10_000)
     depth: int | None = flag(None, "blocks of the network; default: 2 to 6, growing with L", low=2, high=100)
@@ -56,7 +66,7 @@ class Study(pipeline.Study):
         for length, seed, family, variant in sorted(
             tasks, key=lambda task: (task[3] not in DEFAULT_VARIANTS, -task[0])
         ):
-            depth, (recipe, own) = given.depth or ties.default_depth(length), ties.VARIANTS[variant]
+            depth, (recipe, own) = given.depth or ties.default_depth(length), VARIANTS[variant]
             task = {"domain.family": family, "domain.length": length, "backbone.depth": depth, "seed": seed}
             try:
                 experiment = customise(get_recipe(recipe), {**settings, **own, **task})
@@ -81,8 +91,8 @@ class Study(pipeline.Study):
         part = results.only(recipe={"reference", *(run.experiment.name for run in self.runs)})
         self.print_tables([*ties.scaling_tables(part), *ties.health_tables(part)])
         kept = results.only(task="ties", metric="ties", nfe=1)
-        families = sorted({ties.setting_of(row.data).family for row in kept.models.rows})
-        self.panels("scaling.png", [[_panel(kept, family) for family in families]], width=2.9)
+        panels = [_panel(family, lines) for family, lines in ties.by_family(kept).items()]
+        self.panels("scaling.png", [panels], width=2.9)
 
 
 def _ideal(domain: Domain, nfe: int) -> Stage:
@@ -96,10 +106,10 @@ def _length(row: Row) -> int:
     return ties.setting_of(row.data).length
 
 
-def _panel(results: Results, family: str) -> Panel:
-    """Ties kept at NFE 1 against L: a line for each variant, and chance."""
-    groups = {label: rows for (name, label), rows in ties.by_variant(results).items() if name == family}
-    curves = {label: mean_curve(rows, _length) for label, rows in groups.items()}
-    chance = [row for row in results.select(method="ideal") if ties.setting_of(row.data).family == family]
-    curves["chance"] = mean_curve(chance, _length, colour="0.4", style=":")
+def _panel(family: str, lines: Sequence[Line]) -> Panel:
+    """Ties kept at NFE 1 against L: a curve for each model, and chance."""
+    curves = {}
+    for line in lines:
+        colour, style = ("0.4", ":") if line.reference else ("", "-")
+        curves[line.labels[0]] = mean_curve(line.rows, _length, colour=colour, style=style)
     return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")

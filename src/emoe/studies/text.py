@@ -27,10 +27,10 @@ from emoe.evaluation.likelihood import factorised_nll
 from emoe.experiment import Experiment
 from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
-from emoe.reporting.cells import Line, measure
+from emoe.reporting.cells import Line, data_of, measure
 from emoe.reporting.results import Results, Row
 from emoe.reporting.table import models
-from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_tables
+from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
@@ -46,6 +46,7 @@ from emoe.types import Likelihood
 SIZES = ("news-small", "text-tiny", "lm1b")
 METHODS = ("ar", "mdlm", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound@1", "bound@4", "bound@16", "bound@64", "iw@1,16")
+GREEDY_SETTINGS = {"method.route-tau": "0"}
 GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
 
 
@@ -142,7 +143,7 @@ class Study(pipeline.Study):
         pool = functools.partial(stages.pool, run, samples=options.samples, keep=options.samples, write=text.decode)
         work += [pool(nfe=nfe, sampler=sampler) for nfe in steps]
         if hasattr(run.experiment.method, "route_tau"):
-            greedy = functools.partial(pool, sampler=sampler, variant=GREEDY.name, settings=GREEDY.settings)
+            greedy = functools.partial(pool, sampler=sampler, variant=GREEDY, settings=GREEDY_SETTINGS)
             work += [greedy(nfe=nfe) for nfe in steps if nfe <= GREEDY_NFE]
         count, seed = min(options.samples, len(text.test_rows)), derive_seed("held-out text")
         real = stages.reference(
@@ -222,7 +223,7 @@ def _gen_ppl(results: Results) -> list[list[Panel]]:
 def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
     curves = {}
     for line in models(part):
-        for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", ":")):
+        for variant, label, style in ((None, "", "-"), (GREEDY, f", {VARIANTS[GREEDY]}", ":")):
             name = " ".join(filter(None, [setting, variant])) or None
             if rows := line.where(metric=metric, convention=name).rows:
                 curves[line.labels[0] + label] = mean_curve(rows, style=style)
