@@ -23,7 +23,7 @@ SHAPES = [(64, 72, 32), (128, 72, 32), (64, 72, 16), (128, 72, 16), (64, 72, 8)]
 
 
 def microseconds(call: Callable[[], Any], rounds: int) -> float:
-    """The median time of one call."""
+    """Return the median time of one call."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         call()  # compiles, and allocates memory
@@ -42,7 +42,7 @@ def microseconds(call: Callable[[], Any], rounds: int) -> float:
 
 
 def norm(batch: int, channels: int, side: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """The forward pass, and with the gradients of all inputs; by PyTorch and by the kernel."""
+    """Return calls of the forward pass, and with the gradients of all inputs; by PyTorch and by the kernel."""
     from emoe.kernels import norm as kernel
 
     shape = batch, channels, side, side

@@ -60,15 +60,13 @@ RIVAL = "vdm, eager"
 
 
 def stepper_of(name: str, device: torch.device, settings: dict[str, str]) -> Callable[[int], None]:
-    """The training step of a recipe, to be called with step numbers."""
+    """Return the training step of a recipe, to be called with step numbers."""
     experiment = customise(get_recipe(name), settings)
     domain = experiment.domain.build(0)
     method = experiment.build_method(domain.space).to(device)
     train = experiment.train
-    stepper = Stepper(
-        method, domain.batches(train.batch, 0, device=device), method.ramps, optim=experiment.optim, train=train,
-        rng=Rng(0, device=device),
-    )  # fmt: skip
+    batches, options = domain.batches(train.batch, 0, device=device), {"optim": experiment.optim, "train": train}
+    stepper = Stepper(method, batches, method.ramps, **options, rng=Rng(0, device=device))
 
     def step(number: int) -> None:
         with arithmetic(train.precision):
@@ -84,18 +82,16 @@ def _zeroed(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int = 32) -> Callable[[int], None]:
-    """A step of the VDM UNet on grey images: noise prediction, Adam, clipping, moving average; eager, TF32."""
+    """Return a step of the VDM UNet on grey images: noise prediction, Adam, clipping, moving average; eager, TF32."""
     sys.path.insert(0, str(folder))
     helpers = ModuleType("utils")  # the network needs one function of a file whose imports are many
     helpers.zero_init = _zeroed  # type: ignore[attr-defined]
     sys.modules["utils"] = helpers
     from vdm_unet import UNetVDM  # type: ignore[import-not-found]
 
-    sizes = SimpleNamespace(
-        embedding_dim=72, n_blocks=3, n_attention_heads=1, norm_groups=8, dropout_prob=0.0, attention_everywhere=False,
-        use_fourier_features=False, input_channels=1, gamma_min=-13.3, gamma_max=5.0,
-    )  # fmt: skip
-    net = UNetVDM(sizes).to(device)
+    sizes = {"embedding_dim": 72, "n_blocks": 3, "n_attention_heads": 1, "norm_groups": 8, "input_channels": 1}
+    flags = {"attention_everywhere": False, "use_fourier_features": False}
+    net = UNetVDM(SimpleNamespace(**sizes, **flags, dropout_prob=0.0, gamma_min=-13.3, gamma_max=5.0)).to(device)
     average = [p.detach().clone() for p in net.parameters()]
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-4, weight_decay=0.01, betas=(0.9, 0.99))
     x = torch.randn(batch, 1, side, side, device=device)
@@ -116,7 +112,7 @@ def rival_step(folder: Path, device: torch.device, *, batch: int = 64, side: int
 
 
 def kernels_of(step: Callable[[int], None], first: int, count: int = 5) -> str:
-    """The kernels of a step, the longest first: microseconds of a step, calls, microseconds of a call, name.
+    """List the kernels of a step, the longest first: microseconds of a step, calls, microseconds of a call, name.
 
     Times of kernels that ran beside each other overlap: they add up to more than a step takes.
     """
@@ -137,7 +133,7 @@ def kernels_of(step: Callable[[int], None], first: int, count: int = 5) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each method")

@@ -27,7 +27,7 @@ Times = dict[str, float]  # what -> milliseconds
 
 
 def stepping(recipe: str, batch: int | None) -> Callable[[int], Times]:
-    """Build a training step; the function runs so many of them."""
+    """Build a training step; return a function that runs a number of them."""
     import torch
 
     from emoe.engine.stepper import Stepper
@@ -66,7 +66,7 @@ def stepping(recipe: str, batch: int | None) -> Callable[[int], Times]:
 
 
 def calling() -> Callable[[int], Times]:
-    """Build MDLM and E-MoE at LM1B size; the function times network calls and draws of both."""
+    """Build MDLM and E-MoE at LM1B size; return a function that times network calls and draws of both."""
     import torch
 
     from emoe.methods.base import SamplerConfig
@@ -108,7 +108,7 @@ def calling() -> Callable[[int], Times]:
 
 
 def work(what: str, batch: int | None) -> None:
-    """A process: says that it is ready, then works whenever a line of its input says how much."""
+    """Run a worker process: report readiness, then run as many steps as each line of the input asks for."""
     import torch
 
     run = calling() if what == "calls" else stepping(what, batch)
@@ -119,7 +119,7 @@ def work(what: str, batch: int | None) -> None:
 
 
 class Worker:
-    """A process that works on a recipe with one source tree."""
+    """A process that runs a recipe with one source tree."""
 
     def __init__(self, tree: str, what: str, batch: int | None):
         command = [sys.executable, __file__, "--work", what, *(["--batch", str(batch)] if batch else [])]
@@ -129,19 +129,16 @@ class Worker:
         )
 
     def read(self) -> Any:
-        """The next line of its output."""
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
     def run(self, count: int) -> Times:
-        """Milliseconds of what it does."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
         return dict(self.read())
 
     def close(self) -> None:
-        """End the process."""
         self.process.communicate()
 
 

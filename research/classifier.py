@@ -2,9 +2,9 @@
 
     python research/classifier.py digits OUT.safetensors
 
-The weights in `emoe.domains.images.classifiers` were made so, with one CPU thread and seed 0. Orders, shifts, dropout
-and initial weights come from one generator on the CPU: equal seeds give equal weights on one kind of CPU. Elsewhere
-they differ by rounding, which training magnifies, so that numbers of two classifiers do not compare.
+The weights in `emoe.domains.images.classifiers` were made with this script, one CPU thread and seed 0. Orders, shifts,
+dropout and initial weights come from one generator on the CPU: equal seeds give equal weights on one kind of CPU.
+Elsewhere they differ by rounding, which training magnifies, so that numbers of two classifiers do not compare.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIANCE = 100.0  # total variance of the features of training rows
 
 
 def initialise(classifier: Classifier, generator: torch.Generator) -> None:
-    """Weights uniform within sqrt(6 / fan in) (He), within sqrt(1 / fan in) for the classes; biases 0."""
+    """Draw weights uniformly within sqrt(6 / fan in) (He), within sqrt(1 / fan in) for the classes; biases 0."""
     for layer in (classifier.first, classifier.second, classifier.hidden, classifier.head):
         bound = math.sqrt((1 if layer is classifier.head else 6) / layer.weight[0].numel())
         draw = torch.rand(layer.weight.shape, generator=generator)
@@ -43,7 +43,7 @@ def initialise(classifier: Classifier, generator: torch.Generator) -> None:
 
 
 def shift(images: Float[Tensor, "b 1 s s"], moves: Integer[Tensor, "b 2"]) -> Float[Tensor, "b 1 s s"]:
-    """Every image moved by -1, 0 or 1 pixels down and across; the edge is blank."""
+    """Move every image by -1, 0 or 1 pixels down and across; the edge is blank."""
     padded = F.pad(images[:, 0], (1, 1, 1, 1))
     positions = torch.arange(1, images.shape[-1] + 1) - moves[:, :, None]
     rows = torch.arange(len(images))[:, None, None]
@@ -51,14 +51,14 @@ def shift(images: Float[Tensor, "b 1 s s"], moves: Integer[Tensor, "b 2"]) -> Fl
 
 
 def drop(values: Float[Tensor, "b M"], generator: torch.Generator) -> Float[Tensor, "b M"]:
-    """Dropout by a generator."""
+    """Apply dropout with a generator."""
     return values * (torch.rand(values.shape, generator=generator) >= DROPOUT) / (1 - DROPOUT)
 
 
 def train(
     rows: Integer[Tensor, "N L"], labels: Integer[Tensor, " N"], side: int, *, seed: int = 0, shown: int = SHOWN
 ) -> Classifier:
-    """AdamW on the cross-entropy, some rows shifted by a pixel, dropout after each part."""
+    """Train with AdamW on the cross-entropy; some rows are shifted by a pixel, with dropout after each part."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "images", "judge"))
     classifier = Classifier(side)
     initialise(classifier, generator)
@@ -85,7 +85,7 @@ def train(
 
 
 def ramp(done: float) -> float:
-    """Share of the peak learning rate when this share of the steps is done."""
+    """Return the share of the peak learning rate after this share of the steps."""
     return done / 0.1 if done < 0.1 else 0.5 * (1 + math.cos(math.pi * (done - 0.1) / 0.9))
 
 

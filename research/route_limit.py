@@ -1,15 +1,14 @@
-"""How well the best route code could do: the mixture that E-MoE's routes can express, fitted to a density directly.
+"""The best mixture that the routes of E-MoE can express, fitted to a density directly.
 
     python research/route_limit.py        seconds; writes results/route-limit.json
 
 With two positions and two blocks one network call of E-MoE is p(i, j) = sum_ab w_a v_b P_ab(i) Q_ab(j): the routes a, b
-of the two positions in block 1 are drawn independently (w, v), block 2 reads both of them, and what it draws stays
+of the two positions in block 1 are drawn independently (w, v), block 2 reads both of them, and its routes act
 within a position. A network that could represent anything would reach the optimum over w, v, P and Q.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -19,20 +18,17 @@ from torch import Tensor
 
 from emoe.console import console_table
 from emoe.domains.toy import Toy, overlap_of_law, validity_of_law
-from emoe.evaluation.measure import row
 from emoe.exact.laws import kl_data_model
-from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.reporting.provenance import describe_machine
 from emoe.reporting.results import Row, RunInfo, record
-from emoe.types import Measurement
 
 EXPERTS, SEEDS, UPDATES = 8, (0, 1, 2), 400
 SMALLEST = 1e-12  # mass of a cell that no component owns
 
 
 def fit_routes(law: Float[Tensor, "J K"], experts: int, *, seed: int, updates: int = UPDATES) -> Float[Tensor, "J K"]:
-    """The law sum_ab w_a v_b P_ab Q_ab that expectation maximisation finds from a random start.
+    """Fit the law sum_ab w_a v_b P_ab Q_ab by expectation maximisation from a random start.
 
     Components begin as the marginals with a little noise. No update can lower the likelihood.
     """
@@ -56,20 +52,18 @@ def _normalised(mass: Float[Tensor, "A B K"]) -> Float[Tensor, "A B K"]:
 
 
 def limit_rows(recipe: str, seed: int, experts: int) -> list[Row]:
-    """Exact validity, overlap and KL of the fitted law."""
-    experiment = customise(get_recipe(recipe), {"seed": seed})
-    toy = experiment.domain.build(seed)
+    """Return exact validity, overlap and KL of the fitted law."""
+    toy = get_recipe(recipe).domain.build(seed)
     assert isinstance(toy, Toy)
     data = toy.cell_probabilities().double()
     law = fit_routes(data, experts, seed=seed)
-    named = dataclasses.replace(experiment, name=f"route-limit-{experts}")
+    same = {"task": toy.task, "data": toy.name, "method": "limit", "recipe": f"route-limit-{experts}", "seed": seed}
     values = {
         "validity": validity_of_law(law, toy.support, toy.radius),
         "overlap": overlap_of_law(law, data),
         "kl": kl_data_model(data, law),
     }
-    items = [Measurement(name, value, None, None) for name, value in values.items()]
-    return [row(item, toy, named, nfe=1, method="limit", convention="exact") for item in items]
+    return [Row(**same, nfe=1, metric=name, convention="exact", value=value) for name, value in values.items()]
 
 
 def main(results: Path = Path("results/route-limit.json")) -> None:

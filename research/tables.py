@@ -11,15 +11,13 @@ import math
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
-from emoe.reporting.grid import main_rows, sampled, seeds_and_samples
-from emoe.reporting.recipes import comparable, parse
+from emoe.reporting.notes import comma, seeds_and_samples, short_commit, source_of, span
 from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, SeedMean, methods_of, select
-from emoe.reporting.table import Table, build, comma, conventions_of, short_commit, source_of, span, steps_of
+from emoe.reporting.results import Results, SeedMean, method_rank, select
+from emoe.reporting.table import Table, build, conventions_of, models, sampled, steps_of, with_note
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 
@@ -35,57 +33,53 @@ SUMMARY = {  # heading -> cell, data set or task, network calls
     "news, 1 call": (TEXT, {"task": "text", "nfe": 1}),
     "128 calls": (TEXT, {"task": "text", "nfe": 128}),
 }
-# First words of the names of estimators, in the order of tables and colours.
 FAMILIES = ("top-2", "all", "selected", "reinmax", "gumbel-rao", "leave-one-out", "vimco", "wake-sleep")
 BASELINE = "top-2 tau 1"
 STATES = ("early", "middle")
 OBJECTIVES = {"objective": ("KL × 1", 3), "objective, KL/t": ("KL × 1/t (VADD as published)", 2)}  # log(2) / 3
 MNIST_STEPS = 200_000  # of the paper's recipes
 RIVAL = "vdm, eager"  # as the benchmark records it
-SEARCHES = (
-    "toy-estimators", "toy-annealing", "toy-weighting", "toy-proper", "toy-draws", "toy-vadd", "toy-vadd-2",
-    "toy-vadd-3", "ties-probe", "ties-64",
-)  # fmt: skip
+SEARCHES = [path.stem for path in (Path(__file__).parents[1] / "results" / "search").glob("*.json")]
 
 
 def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
-    """Methods that were measured on the toy, and the other models of text, without errors."""
-    rows = main_rows(sampled(toy), task="toy", metric=["validity", "overlap"])
+    """Return the main numbers of all methods, without errors."""
+    rows = sampled(toy).select(task="toy", metric=METRICS)
     rows += mnist.select(task="mnist", metric="frechet") + text.select(task="text", metric=["gen_ppl", "entropy"])
     rows = [row for row in Results(rows).models.rows if " method." not in str(row.recipe)]
-    lines = [Line((toy.label(name),), select(rows, method=name), name) for name in methods_of(rows)]
+    lines = [
+        Line((toy.label(name),), select(rows, method=name), name)
+        for name in sorted({row.method for row in rows}, key=method_rank)
+    ]
     return build(["Method"], lines, [(heading, partial(_with_second, *column)) for heading, column in SUMMARY.items()])
 
 
 def _with_second(cell: Number, where: dict[str, object], line: Line) -> str:
-    """The first number, and the second in parentheses."""
+    """Return the first number, and the second in parentheses."""
     first, *second = cell(line.where(**where)).split("\n")
     return first + "".join(f" ({text})" for text in second)
 
 
 def estimator_order(name: str) -> tuple[int, list[float], str]:
-    """Sorts estimators by family, then by their numbers, then by their further words."""
-    family = name.partition(" ")[0]
-    rank = FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
-    return rank, [float(number) for number in re.findall(r"[\d.]+", name.removeprefix(family))], name
+    """Return the sort key of an estimator: its family, then its numbers."""
+    family, _, setting = name.partition(" ")
+    return FAMILIES.index(family), [float(number) for number in re.findall(r"[\d.]+", setting)], name
 
 
 def estimator_tables(results: Results) -> list[Table]:
-    """Bias, cosine, spread and cost of the gradients of every estimator, a table for each state of the model."""
-    tables = []
-    cost = next(iter(results.select(metric="step_ratio", recipe=BASELINE)), None)
-    note = (
+    """Return bias, cosine, spread and cost of the gradients of every estimator, a table for each state of the model."""
+    (cost,) = results.select(metric="step_ratio", recipe=BASELINE)
+    text = (
         "Gradients of the routers' parameters, unless said otherwise, relative to the size of the exact gradient of "
-        "what each estimator claims to follow. ± is what the bias would read without one. Step cost: a step of the "
-        f"8-modes model with a batch of 128 on the CPU, over that of {BASELINE.replace('tau', 'τ')}, medians of "
-        f"{cost.n if cost else 0} interleaved rounds. Made by `emoe reproduce estimators`, {source_of(results)}."
+        "the objective of each estimator. ± is the expected size of the bias of an unbiased estimator. Step cost: a "
+        f"step of the 8-modes model with a batch of 128 on the CPU, over that of {BASELINE.replace('tau', 'τ')}, "
+        f"medians of {cost.n} interleaved rounds. Made by `emoe reproduce estimators`, {source_of(results)}."
     )
+    number, tables = partial(Number, form=".2f", error="measured", plain=True), []
     for state in STATES:
         routers, others = ({"convention": f"{state}, {part}"} for part in ("routers", "others"))
-        named = {str(row.recipe) for row in results.rows if str(row.convention).startswith(f"{state}, ")}
-        names = sorted(named, key=estimator_order)
+        names = sorted({row.recipe for row in results.select(**routers)}, key=estimator_order)
         lines = [Line((name.replace("tau", "τ"),), results.select(recipe=name)) for name in names]
-        number = partial(Number, form=".2f", measured=True, plain=True)
         columns = [
             ("bias", number("bias", routers)),
             ("cosine", number("cosine", routers)),
@@ -95,14 +89,15 @@ def estimator_tables(results: Results) -> list[Table]:
             ("bias, other parameters", number("bias", others)),
             ("step cost", Number("step_ratio", form=".1f", unit="×")),
         ]
+        (table,) = build(["Estimator"], lines, columns)
         nll, kl = (results.select(recipe=state, metric=metric)[0].value for metric in ("nll", "kl"))
-        title = f"**{state.capitalize()}**: exact NLL of one step {nll:.2f} nats, KL(q ‖ p) {kl:.2f} nats."
-        tables += build(["Estimator"], lines, columns, note * (state == STATES[-1]), title=title)
-    return tables
+        table.title = f"**{state.capitalize()}**: exact NLL of one step {nll:.2f} nats, KL(q ‖ p) {kl:.2f} nats."
+        tables.append(table)
+    return with_note(tables, text)
 
 
 def route_limit(limit: Results, toy: Results) -> list[Table]:
-    """The best route code and trained models at one network call: exact laws, means over seeds."""
+    """Compare the best route code and trained models at one network call: exact laws, means over seeds."""
     results = Results().merge(limit).merge(toy).only(nfe=1, convention="exact")
     lines = [
         Line((data_name(data), "*best route code*" if method == "limit" else results.label(method)), rows)
@@ -116,181 +111,164 @@ def route_limit(limit: Results, toy: Results) -> list[Table]:
 
 
 def information_tables(results: Results) -> list[Table]:
-    """Nats of the blocks at the end of training, and ties kept at one network call."""
-
-    def label(recipe: str) -> str:
-        name, changes = parse(recipe)
-        if name not in ("ties-emoe-plus", "ties-emoe-wake-sleep"):
-            return "the paper's reading"
-        everywhere = changes.keys() & {"method.carriers", "method.compare.in-turn"}
-        return f"E-MoE+, {'all positions carry' if everywhere else 'positions code in turn'}"
+    """Return nats of the blocks at the end of training, and ties kept at one network call."""
 
     def nats(line: Line) -> list[float]:
-        blocks: dict[str, float] = {}
-        for row in line.rows:
-            if row.metric.startswith("route_kl/"):
-                block = row.metric.split("/")[1]
-                blocks[block] = blocks.get(block, 0.0) + row.value
-        return [blocks[block] for block in sorted(blocks)]
+        rows = [row for row in line.rows if row.metric.startswith("route_kl/")]
+        blocks = sorted({row.metric.split("/")[1] for row in rows})
+        return [math.fsum(row.value for row in rows if row.metric.split("/")[1] == block) for block in blocks]
 
-    recipes = sorted({str(row.recipe) for row in results.select(metric="ties")})
-    lines = [Line((label(recipe),), results.select(recipe=recipe)) for recipe in recipes]
+    lines = sorted(models(results, metric="ties"), key=lambda line: str(line.rows[0].recipe))
     columns: list[Column] = [
         ("nats per row", lambda line: f"{sum(nats(line)):.2f}"),
         ("by block", lambda line: " + ".join(f"{value:.2f}" for value in nats(line))),
-        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, measured=True, plain=True)),
+        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, error="measured", plain=True)),
         ("coverage (%)", Number("coverage", {"nfe": 1})),
     ]
-    note = f"Made by `emoe reproduce information`, {source_of(results)}."
-    return build(["How the latent is learned"], lines, columns, note)
+    text = f"Made by `emoe reproduce information`, {source_of(results)}."
+    return build(["How the latent is learned"], lines, columns, text)
 
 
 def two_bits(results: Results) -> list[Table]:
-    """Two equal bits: the least objective, and bounds and exact NLL of the same model, beside the entropy."""
-    part = results.only(data="two-bits", metric="nll")
-    lines = []
-    for row in [row for row in part.rows if row.convention in OBJECTIVES]:
-        label, k = OBJECTIVES[str(row.convention)]
-        theory = f"log(2) / {k} = {math.log(2) / k:.3f}"
-        lines.append(Line((label, f"**{row.value:.3f}**", theory), part.select(recipe=row.recipe)))
-    bounds = [name for name in conventions_of(lines, "nll") if name.startswith("bound@")]
+    """Return the least objective for two equal bits, and bounds and exact NLL of the same model."""
+    part, lines = results.only(data="two-bits", metric="nll"), []
+    for convention, (label, k) in OBJECTIVES.items():
+        (row,) = part.select(convention=convention)
+        labels = label, f"**{row.value:.3f}**", f"log(2) / {k} = {math.log(2) / k:.3f}"
+        lines.append(Line(labels, part.select(recipe=row.recipe)))
+    bounds = [name for name in conventions_of(part.rows) if name.startswith("bound@")]
     columns = over("convention", "{}", bounds, Number())
-    columns += over("nfe", "exact NLL, T = {}", steps_of(lines), Number(where={"convention": "exact"}))
-    note = (
+    columns += over("nfe", "exact NLL, T = {}", steps_of(part.rows), Number(where={"convention": "exact"}))
+    text = (
         f"The entropy of the data is {part.select(method='data')[0].value:.3f} nats. Nothing here is drawn; bounds and "
         "NLL are those of the model that the minimisation found. Made by `emoe reproduce likelihood --only two-bits`, "
         f"{source_of(part)}."
     )
-    return build(["Objective", "minimised", "in theory"], lines, columns, note, align="lrr")
+    return build(["Objective", "minimised", "in theory"], lines, columns, text)
+
+
+def label(results: Results, method: str) -> str:
+    """Return the label of a method of a benchmark: `E-MoE, 2 draws` for `emoe, 2 draws`."""
+    name, comma, more = method.partition(", ")
+    return "VDM UNet, eager" if method == RIVAL else results.label(name) + comma + more
 
 
 def mnist_steps(results: Results) -> list[Table]:
-    """The training step of the methods on MNIST, the paper's budget in minutes, and the rival's speed."""
+    """Compare training steps of the methods on MNIST, with the paper's budget in minutes, and the VDM UNet."""
     part = results.only(metric="step_ms", data="mnist-step-gpu")
-
-    def label(method: str) -> str:
-        name, comma, more = method.partition(", ")
-        return "VDM UNet, eager" if method == RIVAL else part.label(name) + comma + more
-
-    lines = [Line((label(row.method),), [row], row.method) for row in part.rows]
+    lines = [Line((label(part, row.method),), [row], row.method) for row in part.rows]
     (rival,) = part.select(method=RIVAL)
     minutes = Number("step_ms", form=".1f", per=60_000 / MNIST_STEPS)
     columns: list[Column] = [
-        ("ms per step", Number("step_ms", form=".2f", measured=True, plain=True)),
+        ("ms per step", Number("step_ms", form=".2f", error="measured", plain=True)),
         (f"minutes for {MNIST_STEPS:,} steps", lambda line: DASH if line.method == RIVAL else minutes(line)),
         ("speed against the VDM UNet", lambda line: f"{rival.value / line.rows[0].value:.1f}x"),
     ]
-    turns = span(row.n for row in part.rows[:1])
-    note = f"Medians of turns within one process, {turns} each. Made at {source_of(part)}."
-    return build(["MNIST, 64 images a step"], lines, columns, note)
+    text = f"Medians of {part.rows[0].n} interleaved rounds in one process. Made at {source_of(part)}."
+    return build(["MNIST, 64 images a step"], lines, columns, text)
 
 
 def version_steps(results: Results) -> list[Table]:
-    """Training steps of this version and of commit 6076d38, the last before the refactoring, in one command."""
-    part = results.only(data="versions-gpu", metric="time_ms", method=["before, step", "after, step", "plain, step"])
-    recipes = sorted({str(row.recipe) for row in part.rows})
-    lines = [Line((recipe,), part.select(recipe=recipe)) for recipe in recipes]
-    before, after, plain = (
-        Number("time_ms", {"method": f"{tree}, step"}, ".2f", measured=True) for tree in ("before", "after", "plain")
-    )
+    """Compare training steps of this version and of commit 6076d38, the last before the refactoring."""
+    trees = ("before", "after", "plain")
+    part = results.only(data="versions-gpu", metric="time_ms", method=[f"{tree}, step" for tree in trees])
+    lines = [Line((recipe,), part.select(recipe=recipe)) for recipe in sorted({row.recipe for row in part.rows})]
+    before, after, plain = (Number("time_ms", {"method": f"{tree}, step"}, ".2f", error="measured") for tree in trees)
 
     def ratio(line: Line) -> str:
         old, new = before.mean(line), after.mean(line)
         return f"{new.mean / old.mean:.3f}" if old and new else DASH
 
-    columns: list[Column] = [
-        ("6076d38", before), ("now", after), ("now / 6076d38", ratio), ("without the norm kernel", plain),
-    ]  # fmt: skip
-    turns = span(row.n for row in part.rows)
-    note = (
-        f"Milliseconds of a training step, medians of {turns} turns of processes that work one after the other. LM1B "
-        f"with half of its batch, 256 rows, so that all four processes fit on the device. Made at {source_of(part)}."
+    headings = ("6076d38", "now", "now / 6076d38", "without the norm kernel")
+    text = (
+        f"Milliseconds of a training step, medians of {span(row.n for row in part.rows)} turns of processes that work "
+        "one after the other. LM1B with half of its batch, 256 rows, so that all four processes fit on the device. "
+        f"Made at {source_of(part)}."
     )
-    return build(["Recipe"], lines, columns, note)
+    return build(["Recipe"], lines, list(zip(headings, (before, after, ratio, plain), strict=True)), text)
 
 
 def sampling_calls(results: Results) -> list[Table]:
-    """A network call and the calls of a draw outside training, of E-MoE against MDLM."""
+    """Compare network calls of E-MoE and MDLM outside training, alone and in a draw."""
     part = results.only(data="versions-gpu", recipe="calls")
-    kinds = {"network call": "network alone", "call of a plain draw": "sampler plain"}
-    kinds["call of a reveal-first draw"] = "sampler reveal-first"
-
-    def of(method: str, kind: str, line: Line) -> float:
-        return float(select(line.rows, method=f"after, {method}, {kind}")[0].value)
-
-    lines = [Line((label,), part.rows, kind) for kind, label in kinds.items()] * bool(part.rows)
-    columns: list[Column] = [
-        ("MDLM (ms)", lambda line: f"{of('mdlm', line.method, line):.1f}"),
-        ("E-MoE (ms)", lambda line: f"{of('emoe', line.method, line):.1f}"),
-        ("ratio", lambda line: f"{of('emoe', line.method, line) / of('mdlm', line.method, line):.3f}"),
+    lines = [
+        Line((kind,), [part.select(method=f"after, {method}, {kind}")[0] for method in ("mdlm", "emoe")])
+        for kind in ("network call", "call of a plain draw", "call of a reveal-first draw")
     ]
-    note = f"LM1B size, 250 rows of 128 tokens, 8 calls, bf16; medians of 5 turns. Made at {source_of(part)}."
-    return build(["One call"], lines, columns, note)
+    columns: list[Column] = [
+        ("MDLM (ms)", lambda line: f"{line.rows[0].value:.1f}"),
+        ("E-MoE (ms)", lambda line: f"{line.rows[1].value:.1f}"),
+        ("ratio", lambda line: f"{line.rows[1].value / line.rows[0].value:.3f}"),
+    ]
+    text = f"LM1B size, 250 rows of 128 tokens, 8 calls, bf16; medians of 5 turns. Made at {source_of(part)}."
+    return build(["One call"], lines, columns, text)
 
 
 def step_variants(results: Results) -> list[Table]:
-    """The training step of every way to learn the latent, beside the paper's reading in the same run."""
-    rows = results.select(metric="step_ms", data="toy-step-gpu")
-    base = next(row for row in rows if row.method == "emoe")
-    run = results.runs[base.run]
-    ordered = sorted((row for row in rows if row.run == base.run), key=lambda row: row.value)
-    lines = [Line((results.label(row.method),), [row]) for row in ordered]
+    """Compare training steps of all estimators with the paper's in the same run."""
+    part = results.only(metric="step_ms", data="toy-step-gpu")
+    (base,) = part.select(method="emoe")
+    rows = sorted(part.select(run=base.run), key=lambda row: row.value)
+    lines = [Line((label(part, row.method),), [row]) for row in rows]
     columns = [("ms", Number(form=".2f")), ("over E-MoE", Number(form=".2f", per=base.value, unit="x"))]
-    note = f"Made by `{run.command}` at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch})."
-    return build(["One training step of 512 rows"], lines, columns, note)
+    run = part.runs[base.run]
+    text = f"Made by `{run.command}` at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch})."
+    return build(["One training step of 512 rows"], lines, columns, text)
 
 
 def toy_source(results: Results) -> str:
-    """One line: commands, commits and devices behind the tables, with seeds and sample counts."""
-    rows = {metric: main_rows(sampled(results), task="toy", metric=metric) for metric in METRICS}
+    """Return commands, commits and devices of the tables, with seeds and sample counts."""
+    part = sampled(results).only(task="toy", metric=METRICS)
     commands: dict[str, list[str]] = {}
-    for name in sorted({row.run for group in rows.values() for row in group}):
-        run = results.runs[name]
+    for run in part.runs.values():
         where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
         commands.setdefault(where, []).append(f"`{run.command}`")
     sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
-    samples = [f"{metric} from {comma(seeds_and_samples(group))}" for metric, group in rows.items() if group]
-    return f"Made by {sources}: {'; '.join(samples)}."
+    rows = {metric: part.models.select(metric=metric) for metric in METRICS}
+    samples = "; ".join(f"{metric} from {seeds_and_samples(group)}" for metric, group in rows.items() if group)
+    return f"Made by {sources}: {samples}."
 
 
 def toy_gaps(results: Results) -> str:
-    """How far VADD and E-MoE are from the paper at one network call, in points, with the sign."""
+    """Return the differences of VADD and E-MoE from the paper at one network call, in points."""
     part = sampled(results).only(task="toy", nfe=1, metric=METRICS)
     sentences = []
     for method, data in itertools.product(("vadd", "emoe"), data_of(part)):
-        rows = main_rows(part, method=method, data=data)
-        line = Line((), rows, method, paper=comparable(rows), nfe=1)
-        mean, paper = Number("validity").mean(line), line.reported("validity")
-        if mean is not None and paper is not None:
+        for line in models(part.only(method=method, data=data)):
+            line = line.where(nfe=1)
+            mean, paper = Number("validity").mean(line), line.reported("validity")
             gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
             ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
-            beside = Number("overlap", error=False)(line)
-            sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {beside}).")
-    return "\n".join(sentences) or "No VADD or E-MoE at NFE 1 to compare."
+            overlap = Plain("overlap")(line)
+            sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {overlap}).")
+    return "\n".join(sentences)
 
 
-def search_table(ranking: dict[str, Any]) -> Table:
-    """All trials of a search of version 0.1 (`results/search/*.json`), best first, with errors over tasks and seeds."""
-    names, info = ranking["rank"], ranking["made"]
-    forms = [f".{measure(name.partition('@')[0]).digits}f" for name in names]
-    rows, tasks = list[list[str]](), dict[str, None]()
+def search(name: str, folder: Path) -> str:
+    """Return all trials of a search of version 0.1 (`results/search/*.json`), best first."""
+    ranking = json.loads((folder / "search" / f"{name}.json").read_text(encoding="utf-8"))
+    forms, info = {name: f".{measure(name.partition('@')[0]).digits}f" for name in ranking["rank"]}, ranking["made"]
+    rows, tasks = list[list[str]](), list[str]()
     for trial in ranking["trials"]:
-        label = short_label(trial["settings"]) + f" ({trial['status']})" * (trial["status"] != "done")
-        means = [mean and SeedMean(mean["mean"], mean["stderr"]) for mean in map(trial["metrics"].get, names)]
-        rows.append([label, *(write(mean, form, plain=True) for mean, form in zip(means, forms, strict=True))])
-        for outcome in trial["outcomes"]:
-            task, seed = comma(outcome["task"].values()), f"seed {outcome['seed']}"
-            tasks[f"{task} ({seed})" if task else seed] = None
+        status = f" ({trial['status']})" * (trial["status"] != "done")
+        means = [mean and SeedMean(mean["mean"], mean["stderr"]) for mean in map(trial["metrics"].get, forms)]
+        rows.append(
+            [
+                short_label(trial["settings"]) + status,
+                *(write(mean, form, plain=True) for mean, form in zip(means, forms.values(), strict=True)),
+            ]
+        )
+        tasks += [f"{comma(outcome['task'].values())} (seed {outcome['seed']})" for outcome in trial["outcomes"]]
     commits = comma(f"`{short_commit(commit)}`" for commit in info.get("commits", [info["commit"]]))
-    note = (
-        f"Base: `{ranking['base']}`; mean ± standard error over {comma(tasks)}. Made by `emoe sweep` at commit "
-        f"{commits} on {info['device']} (torch {info['torch']}, Python {info['python']})."
+    text = (
+        f"Base: `{ranking['base']}`; mean ± standard error over {comma(dict.fromkeys(tasks))}. Made by `emoe sweep` at "
+        f"commit {commits} on {info['device']} (torch {info['torch']}, Python {info['python']})."
     )
-    return Table(["Trial", *names], rows, note=note)
+    return markdown([Table(["Trial", *forms], rows, note=text)])
 
 
 def short_label(settings: dict[str, str]) -> str:
-    """Changed fields without their family's name; ramps as `4 → 1 over 60%`."""
+    """Return changed fields without their family's name; ramps as `4 → 1 over 60%`."""
     words = []
     for name, text in settings.items():
         if text.startswith("{"):
@@ -298,11 +276,6 @@ def short_label(settings: dict[str, str]) -> str:
             text = f"{ramp['start']:g} → {ramp['end']:g} over {ramp.get('share', 1):.0%}"
         words.append(f"{name.rpartition('.')[2]} {text}")
     return comma(words) or "**base**"
-
-
-def search(name: str, folder: Path) -> str:
-    """The block of a search."""
-    return markdown([search_table(json.loads((folder / "search" / f"{name}.json").read_text(encoding="utf-8")))])
 
 
 BLOCKS: dict[str, Block] = {

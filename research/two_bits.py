@@ -33,7 +33,7 @@ STARTS, UPDATES, RATE = 6, 600, 0.03  # most random models end in a worse optimu
 
 
 def minimise(power: int, start: int) -> tuple[float, EMoE]:
-    """The objective with t^-power on the KL that a random model reaches, in nats, and the model."""
+    """Minimise the objective with t^-power on the KL from a random start; return it in nats, and the model."""
     method = tiny_methods("emoe", start)["emoe"]
     assert isinstance(method, EMoE)
     for parameter in method.backbone.trunk.time.parameters():  # type: ignore[union-attr]
@@ -50,7 +50,7 @@ def minimise(power: int, start: int) -> tuple[float, EMoE]:
 
 
 def objective(method: EMoE, power: int) -> Float[Tensor, ""]:
-    """E over t ~ U(0, 1] and masks of masked NLL / t + KL / t^power.
+    """Return E over t ~ U(0, 1] and masks of masked NLL / t + KL / t^power.
 
     k of 2 tokens are masked with probability t^k (1 - t)^(2 - k); against t^-p that is Beta(k - p + 1, 3 - k).
     """
@@ -63,7 +63,7 @@ def objective(method: EMoE, power: int) -> Float[Tensor, ""]:
 
 @torch.no_grad()
 def bound(method: EMoE, steps: int) -> float:
-    """bound@T (Eq. 6) without a draw: the sum over i of E over masks of masked NLL / i + KL at t = i / T."""
+    """Return bound@T (Eq. 6) without draws: the sum over i of E over masks of masked NLL / i + KL at t = i / T."""
     x0, xt, masked = patterns(method.space.mask_id)
     total = 0.0
     for i, t in enumerate(grid_times(steps)[1:], 1):
@@ -74,23 +74,16 @@ def bound(method: EMoE, steps: int) -> float:
 
 
 def patterns(mask_id: int) -> tuple[Int[Tensor, "N 2"], Int[Tensor, "N 2"], Float[Tensor, " N"]]:
-    """Both rows with every pattern of masks that has one; without masks both passes are equal and cost nothing."""
+    """Return both rows with every pattern of masks that has one; without masks NLL and KL are 0."""
     flags = torch.tensor([[True, False], [False, True], [True, True]])
     x0, hide = ROWS.repeat_interleave(len(flags), 0), flags.repeat(len(ROWS), 1)
     return x0, torch.where(hide, mask_id, x0), hide.sum(-1).double()
 
 
-def row(value: float, convention: str, method: str = "emoe", recipe: str | None = None, nfe: int | None = None) -> Row:
-    """A row of results."""
-    return Row(
-        task="likelihood", data="two-bits", method=method, recipe=recipe, seed=None, nfe=nfe, metric="nll",
-        convention=convention, value=value,
-    )  # fmt: skip
-
-
 def main(results: Path = Path("results/likelihood.json")) -> None:
-    """The entropy of the data; for each weight of the KL the least objective, and bounds and NLL of that model."""
-    began, rows = time.monotonic(), [row(math.log(len(ROWS)), "exact", "data")]
+    """Record the entropy of the data and, for each weight of the KL, the least objective and its bounds and NLL."""
+    began, same = time.monotonic(), {"task": "likelihood", "data": "two-bits", "seed": None, "metric": "nll"}
+    rows = [Row(**same, method="data", recipe=None, nfe=None, convention="exact", value=math.log(len(ROWS)))]
     with meter(len(POWERS) * STARTS, "two equal bits") as tick:
         for recipe, power in POWERS.items():
             models = []
@@ -98,10 +91,11 @@ def main(results: Path = Path("results/likelihood.json")) -> None:
                 models.append(minimise(power, start))
                 tick(1, recipe)
             least, method = min(models, key=lambda pair: pair[0])
-            rows.append(row(least, CONVENTIONS[power], recipe=recipe))
+            own = same | {"method": "emoe", "recipe": recipe}
+            rows.append(Row(**own, nfe=None, convention=CONVENTIONS[power], value=least))
             for steps, law in chain_laws(method, BOUND_STEPS).items():
-                rows.append(row(bound(method, steps), f"bound@{steps}", recipe=recipe))
-                rows.append(row(exact_nll(law, ROWS).mean().item(), "exact", recipe=recipe, nfe=steps))
+                rows.append(Row(**own, nfe=None, convention=f"bound@{steps}", value=bound(method, steps)))
+                rows.append(Row(**own, nfe=steps, convention="exact", value=exact_nll(law, ROWS).mean().item()))
     wall_s = round(time.monotonic() - began, 1)
     record(results, RunInfo(command="python research/two_bits.py", wall_s=wall_s, **describe_machine("cpu")), rows)
 

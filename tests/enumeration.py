@@ -11,12 +11,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
+from emoe.backbones.base import Backbone
 from emoe.methods.emoe import EMoE
 from emoe.methods.masked import MaskedDiffusion
 from emoe.types import Gate
@@ -32,6 +34,20 @@ def all_rows(symbols: Iterable[int], length: int) -> Tensor:
 def single(time: float) -> float:
     """A time as the network gets it from the sampler, in single precision."""
     return float(np.float32(time))
+
+
+class Prediction(NamedTuple):
+    """Token logits of every position, and router logits and gates by block."""
+
+    logits: Tensor
+    route_logits: tuple[Tensor, ...]
+    gates: tuple[Gate, ...]
+
+
+def predict(backbone: Backbone, x: Tensor, t: Tensor, **inputs: Any) -> Prediction:
+    """One network call and its logits."""
+    out = backbone(x, t, **inputs)
+    return Prediction(backbone.read(out.h), out.route_logits, out.gates)
 
 
 def gauss_legendre(low: float, high: float, nodes: int) -> list[tuple[float, float]]:
@@ -84,6 +100,10 @@ class Enumeration:
         radix = self.size ** torch.arange(self.length - 1, -1, -1)
         return (rows * radix).sum(-1)
 
+    def counts(self, rows: Tensor) -> Tensor:
+        """Frequency of each row of `states`."""
+        return torch.bincount(self.index(rows), minlength=len(self.states))
+
     def read(self, rows: Tensor, t: float) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run every row with every route.
 
@@ -96,7 +116,7 @@ class Enumeration:
         z = self.routes.repeat(batch, 1, 1)
         gates = [Gate(z[:, d, :, None], torch.ones(*z[:, d].shape, 1, dtype=torch.float64)) for d in range(self.blocks)]
         times, route = torch.full((len(x),), t, dtype=torch.float64), (lambda d, logits: gates[d])
-        out = self.method.backbone.predict(x, times, route=route if self.blocks else None)
+        out = predict(self.method.backbone, x, times, route=route if self.blocks else None)
         log_rho = [torch.log_softmax(logits, -1) for logits in out.route_logits]
         log_route = torch.zeros(len(x), dtype=torch.float64)
         for d in range(self.blocks):

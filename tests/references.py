@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from emoe.backbones.dit import DiT
 from emoe.diffusion.masking import log_chosen, reveal_probability
-from emoe.diffusion.schedule import Schedule
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineSchedule(Schedule, kind="cosine"):
-    """A schedule of a user's own: alpha_t = 1 - cos(pi/2 (1 - t)), whose weight is not 1 / t."""
-
-    def alpha(self, t: Tensor) -> Tensor:
-        return 1 - torch.cos(math.pi / 2 * (1 - t))
-
-    def elbo_weight(self, t: Tensor) -> Tensor:
-        return math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))
 
 
 def forward_distribution(x: Tensor, keep: float, mask_id: int, size: int) -> Tensor:

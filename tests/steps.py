@@ -12,10 +12,11 @@ import torch
 from enumeration import Enumeration
 from torch import Tensor, nn
 
+from emoe.backbones.dit import DiTConfig
 from emoe.methods.base import Method
 from emoe.methods.masked import MaskedDiffusion
 from emoe.rng import Rng
-from emoe.types import Features, Loss, Noised
+from emoe.types import Features, Gate, Loss, Noised, Route
 
 # Sizes of the weights of tiny models: routes far from uniform, experts that differ, positions that depend on others.
 SCALES = {".router.": 2.5, ".w_out": 6.0, ".b_out": 10.0, ".attention.out.": 4.0, "head.weight": 3.0}
@@ -50,6 +51,28 @@ def generator(seed: int = 0) -> torch.Generator:
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers that are the same in every precision, but for rounding."""
     return torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+
+
+def small_dit(**other: object) -> DiTConfig:
+    sizes = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 4, "time_size": 4, "dropout": 0.0}
+    return DiTConfig(**(sizes | other))
+
+
+def counts_of(rows: Tensor) -> Tensor:
+    """Frequencies of the 16 rows of four symbols 0 or 2, in lexicographic order."""
+    return torch.bincount(((rows == 2).long() * torch.tensor([8, 4, 2, 1])).sum(-1), minlength=16)
+
+
+def constant(expert: int = 0, at: tuple[int, int, int, int] | None = None) -> Route:
+    """One expert everywhere, but for `at` = (block, row, position, expert)."""
+
+    def policy(block: int, logits: Tensor) -> Gate:
+        chosen = torch.full((*logits.shape[:2], 1), expert)
+        if at is not None and at[0] == block:
+            chosen[at[1], at[2]] = at[3]
+        return Gate(chosen, torch.ones(chosen.shape, dtype=logits.dtype))
+
+    return policy
 
 
 def masks(method: Method, n: int) -> Tensor:

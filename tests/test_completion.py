@@ -58,9 +58,6 @@ def save(path: str, bits: np.ndarray, *, ink: str = "dark", mode: str = "L") -> 
     return path
 
 
-# --- images that are read
-
-
 def read(path: str, *, ink: Ink = "auto", config: DigitsConfig | MNISTConfig | None = None) -> np.ndarray:
     row = (config or DigitsConfig()).read_given(path, MNIST if config else DIGITS, ink=ink)
     assert row.dtype == torch.long
@@ -164,9 +161,6 @@ def test_regions_of_an_image() -> None:
         assert caught.value.problems[0].startswith("keep: ") and fragment in str(caught.value)
 
 
-# --- rows that are read
-
-
 def test_rows_are_read_from_words_and_files() -> None:
     config, space = RowsConfig(path="x.npy"), TokenSpace(size=6, mask_id=5, length=3)
     for text in ("1,?,4", "1 ? 4", "1;;4", "1,-1,4", " 1, ,4"):
@@ -216,9 +210,6 @@ def test_rows_that_are_refused(source: str, kind: type[Exception], fragment: str
     assert fragment in str(caught.value)
 
 
-# --- what is kept
-
-
 def test_what_is_wanted() -> None:
     config = ToyConfig(density="8-modes")
     rows, given = prepare(TOY, config, ["12,?", "?,?", "3,4"], keep="none")
@@ -245,9 +236,6 @@ def test_what_is_wanted() -> None:
     check_beginnings(torch.tensor([[1, 50], [50, 50]]), TOY)
     with pytest.raises(ConfigError, match="continue: row 1 has a hole"):
         check_beginnings(torch.tensor([[1, 50], [50, 2]]), TOY)
-
-
-# --- what comes out
 
 
 def test_kept_tokens_stay_and_all_others_are_drawn(digits: Run) -> None:

@@ -1,4 +1,4 @@
-"""Exact laws against plain enumeration of every route, quadrature on a fine grid, and samples."""
+"""Exact laws against plain enumeration of every route and quadrature on a fine grid."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 
 import pytest
 import torch
-from enumeration import ALPHA, Enumeration, chi_square
-from references import CosineSchedule
-from steps import generator, masks, ramp_of
+from enumeration import Enumeration, predict
+from steps import scramble
 from torch import Tensor
 
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
+from emoe.diffusion import categorical
 from emoe.diffusion.masking import subs
-from emoe.diffusion.schedule import LogLinearSchedule
-from emoe.domains.toy import Toy, ToyConfig, validity_of_law
+from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
+from emoe.domains.toy import ToyConfig, validity_of_law
 from emoe.evaluation.measure import exact_rows
 from emoe.exact.laws import chain_law, chain_laws, exact_laws, exact_nll, kl_data_model, law_work
 from emoe.methods.emoe import EMoEConfig
@@ -24,7 +24,6 @@ from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.sedd import SEDDConfig
 from emoe.methods.vadd import VADDConfig, gaussian_grid, gaussian_points
 from emoe.recipes import get_recipe
-from emoe.rng import Rng
 from emoe.routing.routes import greedy
 from emoe.types import Mixture, TokenSpace
 
@@ -107,7 +106,7 @@ def test_sharpened_routes_count(tiny):
     states = Enumeration(collapsed).states
     law = collapsed.components(states, 0.5)
     with torch.no_grad():
-        logits = collapsed.backbone.predict(states, torch.full((len(states),), 0.5), route=greedy()).logits
+        logits = predict(collapsed.backbone, states, torch.full((len(states),), 0.5), route=greedy()).logits
     assert torch.equal(law.log_weight.exp().sort(1).values[:, -1], torch.ones(len(states)).double())
     best = law.log_token[torch.arange(len(states)), law.log_weight.argmax(1)]
     assert torch.allclose(best.exp(), subs(logits, states, 1).exp(), atol=1e-12)
@@ -124,14 +123,16 @@ def test_measures_of_a_law():
         exact_nll(data, torch.tensor([[0, 2]]))
 
 
-def test_too_large_laws_are_refused_before_anything_is_run(tiny):
+def test_too_large_laws_are_refused_before_anything_is_run(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(categorical, "BUDGET", 511)
     rows = torch.tensor([[1, 1], [1, 0]])
     method = tiny(EMoEConfig(experts=4), depth=3)
     with pytest.raises(ConfigError, match=r"budget: 4\^\(2 \* 2\) routes .* 2 rows; .* more than 511"):
-        method.components(rows, 0.5, budget=511)
-    assert method.components(rows, 0.5, budget=512).log_weight.shape == (2, 256)
-    with pytest.raises(ConfigError, match="VADD has 300 values"):
-        tiny(VADDConfig(latent=4)).components(rows, 0.5, samples=300, budget=299)
+        method.components(rows, 0.5)
+    with pytest.raises(ConfigError, match="VADD has 2048 values"):
+        tiny(VADDConfig(latent=4)).components(rows, 0.5)
+    monkeypatch.setattr(categorical, "BUDGET", 512)
+    assert method.components(rows, 0.5).log_weight.shape == (2, 256)
     with pytest.raises(ConfigError, match="too many to enumerate"):
         chain_law(tiny(EMoEConfig(experts=8), length=8), 1)
     large = MDLMConfig().build(TokenSpace(51, 50, 12), TransformerConfig(width=8, hidden=8, heads=2, time_size=4))
@@ -148,7 +149,7 @@ def integrated(method: MaskedDiffusion, rows: Tensor, clean: Tensor, t: float, n
     with torch.no_grad():
         for row in rows:
             x = row.expand(nodes, -1)
-            logits = method.backbone.predict(x, torch.full((nodes,), t), cond=z[:, None]).logits
+            logits = predict(method.backbone, x, torch.full((nodes,), t), cond=z[:, None]).logits
             log_token = subs(logits, x, 1)
             tables.append(weight @ (log_token[:, 0, clean[:, 0]] + log_token[:, 1, clean[:, 1]]).exp())
     return torch.stack(tables)
@@ -187,48 +188,18 @@ def test_points_of_a_gaussian():
     assert not torch.equal(gaussian_points(8, 3, 5), gaussian_points(8, 3, 6))
 
 
-POOL = 20_000
-
-
-@pytest.fixture(scope="module")
-def toy() -> Toy:
-    return ToyConfig(density="8-modes", points=5_000).build(0)
-
-
-@pytest.fixture(scope="module")
-def trained(toy: Toy) -> MaskedDiffusion:
-    """A small E-MoE after a few steps of training: far from the data, but no longer noise."""
-    torch.manual_seed(0)
-    sizes = TransformerConfig(width=32, heads=2, hidden=32, time_size=16)
-    method = EMoEConfig(experts=4, t_low=1 / 64).build(toy.space, sizes)
-    adam, rng, ramp = torch.optim.Adam(method.parameters(), lr=3e-3), Rng(1), ramp_of(method, torch.float32)
-    for step in range(100):
-        rows = toy.rows[torch.randint(len(toy.rows), (256,), generator=generator(step))]
-        adam.zero_grad()
-        method(rows, ramp, rng.at(step)).total.backward()
-        adam.step()
-    return method
-
-
-def test_samples_of_a_toy_model_follow_its_exact_law(toy: Toy, trained: MaskedDiffusion):
-    laws = chain_laws(trained, [1, 2, 4])
-    for steps, law in laws.items():
-        rows = trained.sample(masks(trained, POOL), steps, Rng(5))
-        counts = torch.bincount(rows[:, 0] * 50 + rows[:, 1], minlength=2_500)
-        assert chi_square(counts, law) > ALPHA and 0 < validity_of_law(law, toy.support, toy.radius) < 100
-    assert (laws[1] - laws[4]).abs().sum() > 0.05  # large enough to find a wrong number of steps
-
-
-def test_exact_rows_of_a_toy_run(toy: Toy, trained: MaskedDiffusion):
-    data, experiment = toy.cell_probabilities().double(), get_recipe("toy-8modes-emoe")
-    rows = exact_rows(trained, toy, experiment, [1, 2])
+def test_exact_rows_of_a_toy_run():
+    toy, experiment = ToyConfig(density="8-modes", points=5_000).build(0), get_recipe("toy-8modes-emoe")
+    sizes, data = TransformerConfig(width=16, heads=2, hidden=16, time_size=8), toy.cell_probabilities().double()
+    method = scramble(EMoEConfig(experts=4).build(toy.space, sizes), 1)
+    rows = exact_rows(method, toy, experiment, [1, 2])
     assert {(row.convention, row.stderr, row.n) for row in rows} == {("exact", None, None)} and len(rows) == 8
     values = {(row.nfe, row.metric): row.value for row in rows}
     for steps in (1, 2):
-        law = chain_law(trained, steps)
+        law = chain_law(method, steps)
         assert values[steps, "nll"] == pytest.approx(-(data * law.log()).sum().item(), abs=1e-10)
         assert values[steps, "kl"] == pytest.approx((data * (data / law).log()).nansum().item(), abs=1e-10)
         assert values[steps, "validity"] == validity_of_law(law, toy.support, toy.radius)
         assert 0 < values[steps, "overlap"] < 100
-    vadd = VADDConfig(latent=3).build(toy.space, TransformerConfig(width=16, heads=2, hidden=16, time_size=8))
+    vadd = VADDConfig(latent=3).build(toy.space, sizes)
     assert all(row.stderr > 0 for row in exact_rows(vadd, toy, experiment, [1]))

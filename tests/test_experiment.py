@@ -70,9 +70,6 @@ def test_experiments_are_stored_in_the_schema_of_today(tmp_path: Path) -> None:
             Experiment.load(tmp_path / "x.json")
 
 
-# --- Schema 1 ----------------------------------------------------------------------------------------------------
-
-
 def first_schema(recipe: str, **changes: Any) -> Experiment:
     """A recipe of version 0.1 with fields changed; in their names `__` is a dot."""
     tree = copy.deepcopy(SCHEMA_1[recipe])

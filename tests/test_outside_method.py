@@ -97,7 +97,7 @@ class Coin(MaskedDiffusion, config=CoinConfig):
         return {"cond": Side(self.guess.weight.new_zeros(len(step.x)), heads).z}
 
     @torch.no_grad()
-    def components(self, xt, t, *, budget=0, samples=None, seed=0):
+    def components(self, xt, t, *, seed=0):
         log_token = []
         for z in (-1.0, 1.0):
             out = self.backbone(xt, torch.full((len(xt),), t), cond=self.guess.weight.new_full((len(xt), 1), z))

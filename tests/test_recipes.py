@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -10,11 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from small import TRANSFORMER
+from small import TRANSFORMER, network, stepper_of
 
 import emoe.recipes
 from emoe.config import ConfigError
-from emoe.engine.stepper import Stepper
 from emoe.experiment import Experiment
 from emoe.overrides import override
 from emoe.recipes import EARLIER, all_recipes, get_recipe, recipe, register
@@ -24,8 +22,8 @@ from emoe.runs.sampling import draw
 RECIPES = all_recipes()
 NETWORKS: dict[str, dict[str, object]] = {
     "transformer": TRANSFORMER,
-    "unet": {"backbone.channels": 8, "backbone.hidden": 16, "backbone.time_size": 8, "backbone.time_hidden": 16},
-    "dit": {**TRANSFORMER, "backbone.depth": 2, "backbone.cond_size": 8, "backbone.latent_hidden": 8},
+    "unet": network(channels=8, hidden=16, time_size=8, time_hidden=16),
+    "dit": TRANSFORMER | network(depth=2, cond_size=8, latent_hidden=8),
 }
 
 
@@ -57,14 +55,11 @@ def test_a_recipe_takes_steps_and_samples(name: str, data: dict[str, dict[str, o
     settings = NETWORKS[experiment.backbone.kind] | data.get(experiment.domain.kind, {}) | {"train.batch": 6}
     if experiment.method.kind == "bd3lm":
         settings |= {"method.block": 4}
-    experiment = override(experiment, settings | {"optim.warmup": 0, "train.steps": 4})
-    domain, train = experiment.domain.build(experiment.seed), experiment.train
+    experiment = override(experiment, settings | {"optim.warmup": 0, "train.steps": 4, "train.precision": "fp32"})
+    domain = experiment.domain.build(experiment.seed)
     method = experiment.build_method(domain.space)
     before = [parameter.detach().clone() for parameter in method.parameters()]
-    stepper = Stepper(
-        method, domain.batches(train.batch, experiment.seed), method.ramps, optim=experiment.optim,
-        train=dataclasses.replace(train, precision="fp32"), rng=Rng(1),
-    )  # fmt: skip
+    stepper = stepper_of(experiment, domain, method, Rng(1))
     for step in range(4 if experiment.backbone.kind == "dit" else 1):  # whose head and gates start at zero
         stepper(step)
     assert stepper.loss is not None and math.isfinite(stepper.loss.total.item()) and stepper.optimizer.skipped == 0

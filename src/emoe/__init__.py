@@ -1,8 +1,8 @@
 """E-MoE: masked diffusion whose reverse step is a mixture over expert routes.
 
-The public surface is small: `train(recipe, folder)` trains, `load_run(folder)` opens a trained run,
-`from_pretrained(name)` opens released weights, both as a `Run`; `Rng(seed)` holds the random streams of a sampler.
-Everything else is reached through its own module. Imports happen on first use.
+`train(recipe, folder)` trains, `load_run(folder)` opens a trained run and `from_pretrained(name)` released weights, all
+three as a `Run`; `Rng(seed)` holds the random streams of a sampler. These names are imported on first use; all else is
+imported from its own module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from emoe.runs.run import Run as Run
     from emoe.runs.train import load_run as load_run
     from emoe.runs.train import train as train
-else:  # a type checker knows the names above only
+else:  # type checkers see only the names above
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:

@@ -1,8 +1,8 @@
-"""Typed, frozen configuration: ranges live beside the fields, loading is strict, errors name field and remedy.
+"""Typed, frozen configuration: ranges beside the fields, strict loading, errors with field and remedy.
 
 A config is a frozen dataclass derived from `Config` whose fields are made with `option(...)`. A *family* is a set
-of configs of which one is chosen by its `kind` (a method, a backbone, a domain, a ramp). Everything a command line
-or a saved JSON file can say about an experiment passes through `from_dict`.
+of configs of which one is chosen by its `kind` (a method, a backbone, a domain, a ramp). All settings of a command line
+or a saved JSON file pass through `from_dict`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 class ConfigError(ValueError):
-    """One or more faults of a configuration, a line each: `field: what is wrong; what is allowed`."""
+    """One or more faults of a configuration, a line each: `field: problem; allowed values`."""
 
     exit_code: ClassVar[int] = 2
 
@@ -54,9 +54,9 @@ def option(
     high: float | None = None,
     neutral: bool = False,
 ) -> Any:
-    """A config field with one line of help for `--help` and its range, in which `above` is itself not allowed.
+    """A config field with a line for `--help` and a range: low <= value <= high and above < value.
 
-    A `neutral` field changes nothing of what a run computes, such as the interval of its log lines.
+    A `neutral` field, such as the interval of log lines, changes no result of a run.
     """
     limits = {"low": low, "above": above, "high": high}
     return dataclasses.field(default=default, metadata={"doc": doc, "neutral": neutral, **limits})
@@ -67,8 +67,13 @@ def _limits(metadata: Mapping[str, Any]) -> list[tuple[str, Any, float]]:
     return [(sign, holds, metadata[name]) for name, sign, holds in limits if metadata.get(name) is not None]
 
 
+def _in_range(number: float, metadata: Mapping[str, Any]) -> bool:
+    # The comparison with infinity is correct also for whole numbers that no float can represent.
+    return -math.inf < number < math.inf and all(holds(number, limit) for _, holds, limit in _limits(metadata))
+
+
 def allowed_range(metadata: Mapping[str, Any]) -> str:
-    """The range of a field as people write it: `>= 1`, `> 0 and <= 1`, or an empty string."""
+    """The range of a field as text: `>= 1`, `> 0 and <= 1`, or an empty string."""
     return " and ".join(f"{sign} {limit:g}" for sign, _, limit in _limits(metadata))
 
 
@@ -79,13 +84,10 @@ class Config:
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
-            limits = _limits(field.metadata)
-            for value in _numbers(getattr(self, field.name)):
-                # The comparison with infinity is right for whole numbers too that no float can hold.
-                if not (-math.inf < value < math.inf and all(holds(value, limit) for _, holds, limit in limits)):
-                    allowed = allowed_range(field.metadata) or "a finite number"
-                    problems.append(f"{field.name}: must be {allowed}, got {_short.repr(value)}")
-                    break
+            numbers = _numbers(getattr(self, field.name))
+            if wrong := [number for number in numbers if not _in_range(number, field.metadata)]:
+                allowed = allowed_range(field.metadata) or "a finite number"
+                problems.append(f"{field.name}: must be {allowed}, got {_short.repr(wrong[0])}")
         if problems := problems or list(self.conflicts()):
             raise ConfigError(problems)
 
@@ -95,7 +97,7 @@ class Config:
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
-    """The numbers a range applies to: a number, each number of a tuple, or the extremes of a ramp."""
+    """The numbers that a range applies to: a number, each number of a tuple, or the extremes of a ramp."""
     if isinstance(value, tuple):
         return tuple(number for item in value for number in _numbers(item))
     if isinstance(value, Family):
@@ -112,8 +114,8 @@ class Family(Config):
     """A config that is one of several kinds, for instance one of the methods.
 
     Class arguments: `package="emoe.methods"` opens a family whose kinds are the modules of that package, except the
-    `shared` ones; `kind="mdlm"` joins the family of the base class. A kind that is not imported yet is looked up as the
-    module of the same name, so a new method is one new file. A class in a user's script joins in the same way.
+    `shared` ones; `kind="mdlm"` joins the family of the base class. The module of a kind is imported on first use, so a
+    new method is one new file. A class in a user's script joins in the same way.
     """
 
     kind: ClassVar[str] = ""
@@ -139,12 +141,12 @@ class Family(Config):
 
     @classmethod
     def known_kinds(cls) -> list[str]:
-        """All kinds of the family, those in not yet imported modules of its package included."""
+        """All kinds of the family, also those in modules of its package that are not imported yet."""
         return sorted({*cls.members, *cls._modules()})
 
     @classmethod
     def _modules(cls) -> dict[str, str]:
-        """Kind -> module of the family's package; `KINDS` of the package names those that are called otherwise."""
+        """Kind -> module of the family's package; `KINDS` of the package lists modules with other names."""
         if not cls.package:
             return {}
         package = importlib.import_module(cls.package)
@@ -154,7 +156,7 @@ class Family(Config):
 
     @classmethod
     def resolve(cls, kind: object) -> type[Family]:
-        """The class of a kind; imports its module when it is needed."""
+        """The class of a kind, imported if necessary."""
         if not isinstance(kind, str) or not kind:
             fault = f"expected text, got {_short.repr(kind)}" if kind else "missing"
             raise ConfigError([f"kind: {fault}; allowed: {', '.join(cls.known_kinds())}"])
@@ -166,21 +168,21 @@ class Family(Config):
 
 
 def hint(word: str, candidates: list[str]) -> str:
-    """`; did you mean 'x'?` when something is close, otherwise the list of what is allowed."""
+    """`; did you mean 'x'?` if a candidate is close, otherwise the list of all."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(sorted(candidates))}"
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved annotation, class variables left out."""
+    """Field name -> resolved annotation, without class variables."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def to_dict(config: Config, *, sparse: bool = False) -> dict[str, Any]:
-    """Plain JSON-able dictionary of a config; families carry their `kind`.
+    """A config as a dictionary of JSON values, with the `kind` of a family.
 
-    `sparse` leaves out fields that have their default value, so that it stays the same when new fields are added.
+    `sparse` leaves out fields with their default value, so that new fields do not change it.
     """
     tree: dict[str, Any] = {"kind": config.kind} if isinstance(config, Family) else {}
     for field in dataclasses.fields(config):
@@ -208,10 +210,9 @@ def from_dict(cls: type[C], data: Mapping[Any, Any]) -> C:
         name = field.name
         if name in data:
             try:
-                with prefixed(name):
-                    values[name] = convert(hints[name], data[name], allowed_range(field.metadata))
+                values[name] = convert(hints[name], data[name], allowed_range(field.metadata))
             except ConfigError as error:
-                problems.extend(error.problems)
+                problems += [name + line for line in error.problems]
         elif field.default is MISSING and field.default_factory is MISSING:
             problems.append(f"{name}: missing; {field.metadata.get('doc', 'give a value')}")
     if problems:

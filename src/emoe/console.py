@@ -1,4 +1,4 @@
-"""The terminal: progress with an ETA, and tables. The only module that knows `rich`, which it can do without."""
+"""The terminal: progress with an ETA, and tables. The only module that imports `rich`, which is optional."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LINE_SECONDS = 3.0  # before the first line or bar of a meter, and between two l
 Tick = Callable[[int, str], None]  # called after a piece of work with its size and what it belongs to
 
 
-class Progress:
-    """Shows on standard error how far a loop is: a bar on a terminal, one line for each `log` call elsewhere.
+class Progress(AbstractContextManager["Progress"]):
+    """Progress of a loop from step `start` to `total` on standard error.
 
-    The loop runs from step `start` to `total`.
+    On a terminal it is a bar, which appears with the first call; elsewhere a line for each `log`.
     """
 
     def __init__(self, total: int, start: int = 0, label: str = "", *, quiet: bool = False):
@@ -33,16 +33,11 @@ class Progress:
         self._bar = None if self._stream is None else _rich_bar(self._stream)
         self._task = self._bar and self._bar.add_task(label, total=total, completed=start, status="")
 
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Take the bar down and give the terminal back; a second call does nothing."""
+        """Remove the bar and restore the terminal; a second call does nothing."""
         if self._bar is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._bar.stop()
@@ -52,14 +47,16 @@ class Progress:
         """Move the bar; cheap enough for every step. Without a bar it does nothing."""
         if self._bar is not None and time.monotonic() - self._shown >= 0.1:
             self._shown = time.monotonic()
+            self._bar.start()
             self._bar.update(self._task, completed=step)
 
     def log(self, step: int, text: str = "") -> None:
-        """Show that `step` is done, with a text such as the loss."""
+        """Show that `step` is done, with the speed and a text such as the loss."""
         now, (then, before) = time.monotonic(), self._marks[0]
         self._marks.append((now, step))
         pace = _pace(step - before, now - then, self.total - step)
         if self._bar is not None:
+            self._bar.start()
             self._bar.update(self._task, completed=step, status=f"{pace}  {text}")
         else:
             percent = 100.0 * step / self.total if self.total else 100.0
@@ -105,7 +102,7 @@ def _rich_bar(stream: Any) -> Any:
 
 @contextlib.contextmanager
 def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
-    """Show how much of `total` is done and how long the rest takes.
+    """Show the progress towards `total` and the remaining time.
 
     A terminal gets a bar after `LINE_SECONDS`; elsewhere there is a line every `LINE_SECONDS`.
     """
@@ -116,16 +113,13 @@ def meter(total: int, label: str, *, quiet: bool = False) -> Iterator[Tick]:
         nonlocal done, shown
         done, now = done + size, time.monotonic()
         if now - began >= LINE_SECONDS:
-            progress.__enter__()
-        progress.update(done)
+            progress.update(done)
         if now - shown >= LINE_SECONDS:
             shown = now
             progress.log(done, text)
 
-    try:
+    with progress:
         yield tick
-    finally:
-        progress.close()
 
 
 def tick_calls(module: nn.Module, tick: Tick) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""An experiment: everything that decides a run, as one frozen config."""
+"""An experiment: all settings of a run as one frozen config."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from emoe.overrides import as_text, differences, override
 from emoe.rng import derive_seed
 from emoe.types import TokenSpace
 
-# Layers initialise from torch's global generator; threads that build models at once must take turns.
+# Layers are initialised from torch's global generator, so only one thread at a time may build a model.
 _GLOBAL_RANDOMNESS = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Config):
-    """What `emoe eval` draws and measures."""
+    """Samples that `emoe eval` draws."""
 
     nfe: tuple[int, ...] = option((1, 2, 4, 8, 16, 32), doc="numbers of function evaluations", low=1, neutral=True)
     samples: int = option(20_000, doc="rows drawn for each NFE", low=2, neutral=True)
@@ -44,7 +44,7 @@ class EvalConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Config):
-    """A whole run: data, network, method, optimisation, evaluation, seed."""
+    """Data, network, method, optimisation, evaluation and seed of a run."""
 
     name: str = option(doc="name of the recipe it came from", neutral=True)
     seed: int = option(0, doc="seed of data, initialisation, training and sampling", low=0)
@@ -61,11 +61,11 @@ class Experiment(Config):
 
     @property
     def method_name(self) -> str:
-        """The method as results name it: its kind and variant, such as `emoe-vimco`."""
+        """Name of the method in results: kind and variant, such as `emoe-vimco`."""
         return self.method.kind + self.method.variant()[0]
 
     def build_method(self, space: TokenSpace) -> Method:
-        """The method with freshly initialised networks; the same for the same seed, whatever was drawn before."""
+        """The method with initial weights, which depend on the seed alone."""
         with _GLOBAL_RANDOMNESS, torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "init"))
             return self.method.build(space, self.backbone)
@@ -88,15 +88,15 @@ class Experiment(Config):
 
     @classmethod
     def from_tree(cls, data: Mapping[str, Any], schema: object) -> Experiment:
-        """An experiment from its dictionary form in a schema of this or an earlier version."""
+        """An experiment from its dictionary form in the current or an earlier schema."""
         return from_dict(cls, migrate(data, schema))
 
 
 def customise(experiment: Experiment, settings: Mapping[str, object]) -> Experiment:
-    """A copy with fields set (see `override`); its name says what was changed.
+    """A copy with fields set (see `override`), which are added to the name.
 
     `toy-8modes-emoe` with 50 steps becomes `toy-8modes-emoe train.steps=50`, so that the results of a changed recipe
-    never pass for the recipe's own, nor replace them. Neutral fields and the seed are left out.
+    never replace those of the recipe. Neutral fields and the seed are not added.
     """
     changed = override(experiment, settings)
     moved = differences(experiment, changed).keys() - {"seed"}

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever kills the process: synced writes, sealed JSON, folder locks, clean-up."""
+"""Files that are whole or absent after a kill at any moment: synced writes, sealed JSON, folder locks, clean-up."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import json
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 DAMAGED = "use an older checkpoint or restore this one from a copy"
-_HELD: dict[Path, int] = {}  # run folder -> the thread of this process that has locked it
 
 
 class StorageError(RuntimeError):
-    """Files cannot be written, or their content is not what was written; names the path and the remedy."""
+    """Files that cannot be written or are damaged; names the path and the remedy."""
 
     exit_code: ClassVar[int] = 5
 
@@ -28,7 +26,7 @@ class StorageError(RuntimeError):
 
 
 class NewerSchemaError(RuntimeError):
-    """An intact file of a later version; falling back to an older one would throw work away unasked."""
+    """An intact file of a later version, which must not be replaced by falling back to an older file."""
 
     exit_code: ClassVar[int] = 5
 
@@ -40,7 +38,7 @@ class RunBusy(RuntimeError):  # noqa: N818 - names a state of the folder
 
 
 def fault(stage: str) -> None:
-    """Exit here when a test asks for it with `EMOE_FAULT=save:<stage>`; a stage is a file name or a moment."""
+    """Exit if a test has set `EMOE_FAULT=save:<stage>`; a stage is a file name or a moment."""
     if os.environ.get("EMOE_FAULT") == f"save:{stage}":
         os._exit(137)
 
@@ -64,10 +62,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: str | Path, data: bytes | str) -> None:
-    """Write a file so that a reader, or a crash at any moment, sees the old content or the new one.
-
-    Text is written as UTF-8 with line ends as they are: equal content gives equal bytes on every platform.
-    """
+    """Write a file, as UTF-8 if it is text, so that after a crash at any moment it has the old content or the new."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -81,7 +76,7 @@ def replace_file(path: str | Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, size: int) -> Iterator[Path]:
-    """A temporary folder for `size` bytes; it becomes `path` when the block ends, and vanishes after an error."""
+    """A temporary folder for `size` bytes, which is renamed to `path` at the end, and removed after an error."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -99,7 +94,7 @@ def new_folder(path: Path, size: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold a folder for a read-change-write; others that lock it wait. It leaves no file behind."""
+    """Lock a folder for a read-change-write, without a file; others that lock it wait."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -110,31 +105,27 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold `run.lock` in a run folder, made when missing; the file contains the holder's pid.
+    """Lock `run.lock` in a run folder, which is made when missing; the file contains the pid of this process.
 
-    The thread that holds a folder can enter it again. The lock belongs to the open file, not to the file's existence:
-    nothing stale is left after SIGKILL. The file itself stays, since removing it would let a third process lock a new
-    file of the same name.
+    The lock belongs to the open file, so a killed process leaves none. The file stays: if it were removed, a third
+    process could lock a new file of the same name.
     """
-    folder, thread, path = run_dir.resolve(), threading.get_ident(), run_dir / "run.lock"
+    path = run_dir / "run.lock"
     with contextlib.ExitStack() as stack:
-        if _HELD.get(folder) != thread:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(path, "a+"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.truncate(0)
-                print(os.getpid(), file=file, flush=True)
-            except BlockingIOError:
-                file.seek(0)
-                holder = f"process {pid}" if (pid := file.read().strip()) else "another process"
-                remedy = "wait until it ends, stop it, or choose another folder"
-                raise RunBusy(f"{run_dir}: in use by {holder}; {remedy}") from None
-            except OSError as error:
-                remedy = "give a writable folder on a disk that has locks"
-                raise StorageError(path, f"cannot be locked ({error.strerror})", remedy) from error
-            _HELD[folder] = thread
-            stack.callback(_HELD.pop, folder)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "a+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            print(os.getpid(), file=file, flush=True)
+        except BlockingIOError:
+            file.seek(0)
+            holder = f"process {pid}" if (pid := file.read().strip()) else "another process"
+            remedy = "wait until it ends, stop it, or choose another folder"
+            raise RunBusy(f"{run_dir}: in use by {holder}; {remedy}") from None
+        except OSError as error:
+            remedy = "give a writable folder on a disk that has locks"
+            raise StorageError(path, f"cannot be locked ({error.strerror})", remedy) from error
         yield
 
 
@@ -145,7 +136,7 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path, schema: int, remedy: str = DAMAGED) -> dict[str, Any]:
-    """Read what `write_sealed` wrote in a schema up to this one; a single changed bit is an error."""
+    """Read a file of `write_sealed` in a schema up to this one; a single changed bit is an error."""
     head, _, rest = _read(path, remedy).partition(b"\n")
     if head != _seal(rest):
         raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
@@ -162,12 +153,12 @@ def read_sealed(path: Path, schema: int, remedy: str = DAMAGED) -> dict[str, Any
 
 
 def _seal(rest: bytes) -> bytes:
-    # Later schemas must keep this line, or they would look like damage instead of like a newer release.
+    # Later schemas must keep this line, or they would be reported as damage instead of as a newer version.
     return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode()
 
 
 def read_verified(path: Path, sha256: str, remedy: str = DAMAGED) -> bytes:
-    """The bytes of a file once they match their SHA-256."""
+    """The bytes of a file, whose SHA-256 is checked."""
     data = _read(path, remedy)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StorageError(path, "is damaged: its SHA-256 does not match", remedy)
@@ -182,7 +173,7 @@ def _read(path: Path, remedy: str) -> bytes:
 
 
 def prepare(root: Path) -> None:
-    """Make a folder, remove what dead processes left in it, and raise at once if it is not writable."""
+    """Make a folder, remove temporary files and folders of dead processes, and raise an error if it is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for entry in root.glob(".tmp-*-*"):
@@ -200,7 +191,7 @@ def prepare(root: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder; it is renamed first, so that a kill half way leaves no half of it under its name."""
+    """Remove a folder, which is renamed first: a kill leaves no part of it under its name."""
     doomed = folder.with_name(f".tmp-old-{folder.name}-{os.getpid()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

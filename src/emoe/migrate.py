@@ -1,7 +1,7 @@
-"""Experiments of earlier schemas in the form of today.
+"""Conversion of experiments of earlier schemas.
 
-Schema 1 (version 0.1): E-MoE's options for comparing draws lay beside the others, routers had options of their own in
-each backbone, and several experimental options existed. Those that are gone are dropped where they have no effect.
+In schema 1 (version 0.1) E-MoE's options for comparing draws were fields of the method, the options of routers were
+fields of the backbone, and there were several experimental options, which are dropped where they have no effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from emoe.config import ConfigError
 
 SCHEMA = 2
 CONSTANT_0 = {"kind": "constant", "value": 0.0}
-# Fields that are gone, with the value at which they have no effect.
+# Removed fields, with the value at which they have no effect.
 DROPPED: dict[str, dict[str, Any]] = {
     "method": {
         "step_aware": False,
@@ -31,10 +31,10 @@ ROUTER = ("std", "norm", "logit_norm", "cap", "bias")
 
 
 def migrate(data: Mapping[str, Any], schema: object) -> dict[str, Any]:
-    """The dictionary form of an experiment in the schema of today.
+    """The dictionary form of an experiment in the current schema.
 
     Raises:
-        ConfigError: The schema is not known, or the experiment uses an option that is gone.
+        ConfigError: The schema is unknown, or the experiment uses a removed option.
     """
     if schema == SCHEMA:
         return dict(data)
@@ -60,27 +60,21 @@ def migrate(data: Mapping[str, Any], schema: object) -> dict[str, Any]:
 
 def _emoe(method: dict[str, Any]) -> None:
     """E-MoE's options of schema 1, in place."""
-    names = ("estimator", "draws", "credit", "carriers", "last_block", "gradient")
-    old = {name: method.pop(name) for name in names if name in method}
+    compare = {name: method.pop(name, default) for name, default in (("estimator", "pathwise"), ("credit", "row"))}
     if "elbo_power" in method:
         method["kl_time_power"] = method.pop("elbo_power")
     if method.pop("balance_form", "switch") == "switch":
         method.pop("usage_floor", None)
-    if old.get("estimator", "pathwise") == "pathwise":
-        _drop(old, {"gradient": "top-k", "draws": 1, "carriers": "all", "last_block": "drawn"}, "method")
+    if compare["estimator"] == "pathwise":
+        _drop(method, {"gradient": "top-k", "draws": 1, "carriers": "all", "last_block": "drawn"}, "method")
         return
-    _drop(old, {"gradient": "none"}, "method")
-    method["compare"] = {
-        "estimator": old["estimator"],
-        "draws": old.get("draws", 1),
-        "credit": old.get("credit", "row"),
-        "in_turn": old.get("carriers") == "spread",
-        "sum_last": old.get("last_block") == "summed",
-    }
+    _drop(method, {"gradient": "none"}, "method")
+    in_turn, sum_last = method.pop("carriers", "") == "spread", method.pop("last_block", "") == "summed"
+    method["compare"] = compare | {"draws": method.pop("draws", 1), "in_turn": in_turn, "sum_last": sum_last}
 
 
 def _drop(part: dict[str, Any], fields: Mapping[str, Any], section: str) -> None:
-    """Remove options that are gone, if they have the values at which they have no effect."""
+    """Remove fields that no longer exist, if they have the values at which they have no effect."""
     values = {name: part.pop(name, neutral) for name, neutral in fields.items()}
     if problems := [name for name, neutral in fields.items() if values[name] != neutral]:
         gone = "the option is gone, and this run has"

@@ -1,4 +1,4 @@
-"""Fields of a config as text: paths, settings of a command line, hints for names that are not known."""
+"""Fields of a config as text: dotted paths, settings of a command line, hints for unknown names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 
 
 def paths(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
-    """All leaves of a config as (dotted path, annotation, field, value), nested configs opened."""
+    """All leaves of a config and of the configs in it, as (dotted path, annotation, field, value)."""
     hints = field_types(type(config))
     for field in dataclasses.fields(config):
         value, path = getattr(config, field.name), prefix + field.name
@@ -29,7 +29,7 @@ def paths(config: Config, prefix: str = "") -> Iterator[tuple[str, Any, dataclas
 
 
 def differences(old: Config, new: Config) -> dict[str, str]:
-    """Fields in which two configs differ, neutral ones left out: dotted path -> `old -> new`."""
+    """Fields in which two configs differ, except neutral ones: dotted path -> `old -> new`."""
     a, b = ({path: value for path, *_, value in paths(config)} for config in (old, new))
     neutral = {path for each in (old, new) for path, _, field, _ in paths(each) if field.metadata.get("neutral")}
     changed = [path for path in sorted({*a, *b} - neutral) if a.get(path) != b.get(path)]
@@ -37,7 +37,7 @@ def differences(old: Config, new: Config) -> dict[str, str]:
 
 
 def as_text(value: object) -> str:
-    """A value as it is written on a command line."""
+    """A value in the form of a command line."""
     if isinstance(value, list | tuple):
         return ",".join(map(as_text, value))
     if isinstance(value, Config | Mapping):
@@ -46,7 +46,7 @@ def as_text(value: object) -> str:
 
 
 def field_hint(name: str, fields: list[str]) -> str:
-    """`hint` for a dotted field: the same last word elsewhere, something close in its group, something close."""
+    """`hint` for a dotted field: one with the same last word, else a close one of its group, else any close one."""
     group, _, last = name.rpartition(".")
     same = [field for field in fields if field.rpartition(".")[2] == last]
     siblings = {field.rpartition(".")[2]: field for field in fields if group and field.rpartition(".")[0] == group}
@@ -63,17 +63,17 @@ def field_hint(name: str, fields: list[str]) -> str:
 def override(config: C, settings: Mapping[str, object]) -> C:
     """A copy of `config` with dotted fields set, for instance `{"method.top-k": "1"}` or `{"method.top_k": 1}`.
 
-    Text is read as on a command line; other values are taken as they are. A family is switched by its name
-    (`{"method": "vadd"}`), which resets its fields to that kind's defaults.
+    Text is parsed like that of a command line. A family is switched by its kind (`{"method": "vadd"}`), which resets
+    its fields to the defaults of that kind.
     """
     tree, problems = to_dict(config), []
-    # A kind comes before the fields it resets, whatever the order on the command line.
+    # A kind is set before the fields that it resets, in any order of the command line.
     for name in sorted(settings, key=lambda name: name.removesuffix(".kind").count(".")):
         path = name.replace("-", "_")
         try:
             _put(tree, type(config), path.split("."), settings[name])
         except KeyError:
-            with contextlib.suppress(ConfigError):  # of the kinds chosen so far, where they can be built
+            with contextlib.suppress(ConfigError):  # fields of the new kinds, if they can be built
                 config = from_dict(type(config), tree)
             fields = [known.replace("_", "-") for known, *_ in paths(config)]
             problems.append(f"{name}: no such field{field_hint(name.replace('_', '-'), fields)}")
@@ -85,7 +85,7 @@ def override(config: C, settings: Mapping[str, object]) -> C:
 
 
 def _parse(annotation: Any, text: str) -> Any:
-    """Turn the text of a command-line value into a JSON value of the annotated type (checked by `convert`)."""
+    """Parse the text of a command-line value into a JSON value of the annotated type, which `convert` checks."""
     kinds = alternatives(annotation)
     if type(None) in kinds and text.lower() in ("none", "null"):
         return None
@@ -125,7 +125,7 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], value: object) -> Non
     if not configs:
         raise KeyError(name)
     if tree.get(name) is None:
-        tree[name] = {}  # an optional part begins with its defaults
+        tree[name] = {}  # the defaults of an optional part
     elif not isinstance(tree[name], dict):
         with prefixed(name):
             tree[name] = to_dict(convert(annotation, tree[name]))

@@ -1,7 +1,7 @@
 """Numbers that depend on the training step h: temperatures, KL weights.
 
-Ramps are frozen configs, so they land in the saved experiment. The engine evaluates them on the host and hands the
-values to the method as 0-dimensional tensors; a captured CUDA graph therefore sees a new value at each replay.
+Ramps are frozen configs, which are saved with the experiment. The engine evaluates them on the host and passes the
+values to the method as 0-dimensional tensors; a captured CUDA graph therefore reads a new value at each replay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random streams that are a pure function of (seed, rank, step, purpose); a part of a batch counts as a rank.
+"""Random streams that are a pure function of (seed, rank, step, purpose); a part of a batch is like a rank.
 
-Resuming a run needs only the step; a fused and a sequential pass draw the same noise; an evaluation in the middle
-of training changes nothing. Each purpose has a generator of its own, reseeded at every step.
+Resumption needs only the step; a fused and a sequential pass draw the same noise; an evaluation during training changes
+nothing. Each purpose has its own generator, reseeded at every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def derive_seed(*keys: object) -> int:
 class Rng:
     """Named random streams at a step: `rng.at(step)` moves all of them, `rng.stream("mask")` is a `torch.Generator`.
 
-    Streams of one rank differ from those of another unless asked for with `shared=True`.
+    Streams of different ranks differ, except with `shared=True`.
     """
 
     def __init__(self, seed: int, *, device: torch.device | str = "cpu", rank: int = 0, world: int = 1):
@@ -50,10 +50,10 @@ class Rng:
         return Rng(derive_seed(self.seed, "fork", *keys), device=self.device, rank=self.rank, world=self.world)
 
     def part(self, number: int, parts: int) -> Rng:
-        """Streams of one of the parts that this rank's rows are cut into: those of rank r * parts + number.
+        """Streams of a part of this rank's rows: those of rank r * parts + number.
 
         The draws of a step are thus a function of (seed, step, position of the part in the whole batch): two ranks of
-        one part each draw what one rank draws for its two parts.
+        one part each have the draws of one rank with two parts.
         """
         rank, world = self.rank * parts + number, self.world * parts
         return Rng(self.seed, device=self.device, rank=rank, world=world).at(self.step)

@@ -1,4 +1,4 @@
-"""The values that travel between the parts, and the letters their shapes are written in.
+"""Values that the parts of the package exchange, and the letters of their shapes.
 
 Letters: B batch, L length, V symbols (the mask included), t time in (0, 1], h training step, D routed blocks,
 P positions routed in a block (L in a transformer), E experts, k experts in a gate, Z latent size, K width of features.
@@ -20,6 +20,7 @@ PerRow = Float[Tensor, " B"]
 PerToken = Float[Tensor, "B L"]
 Logits = Float[Tensor, "B L V"]
 RouterLogits = Float[Tensor, "B P E"]
+Latents = Float[Tensor, "B Z"] | None  # a latent vector for each row, or none
 Ramps = Mapping[str, Tensor]  # values of a method's ramps at a step
 
 
@@ -44,23 +45,22 @@ class Needs:
     cond: int = 0  # size Z of a latent vector added to every position; 0 = none
     marks: bool = False  # a learned embedding of marked positions (the mask pattern)
     encoder: int = 0  # outputs of a recognition encoder of the same size; 0 = none
-    causal: bool = False  # each position sees itself and earlier ones only; `extend` with a cache
+    causal: bool = False  # each position attends to itself and earlier ones only; `extend` with a cache
     time: bool = False  # logits that depend on the time t
     attend: bool = False  # `attend` and `positions` in `forward`, and `extend` with a cache; no time
 
     def names(self) -> frozenset[str]:
-        """Names of the features in use."""
         return frozenset(name for name, value in vars(self).items() if value)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Which experts a position runs and with which weights. The first one is executed.
+    """The experts of each position and their weights. The first one is executed.
 
     With straight-through gradients the weights have the values (1, 0, ..., 0) and the gradients of the relaxed
-    weights. `keep_from` tells the backbone to drop the batch rows before it: a paired route drops the clean half
-    after its last router, since nothing reads it afterwards. `draws` = K means that the gate holds K choices for each
-    row that is kept, one after the other; rows are repeated from this block on.
+    weights. The backbone drops the batch rows before `keep_from`: a paired route drops the clean half after its last
+    router, since nothing reads it afterwards. With `draws` = K the gate holds K choices for each remaining row, one
+    after the other; rows are repeated from this block on.
     """
 
     expert: Int[Tensor, "B P k"]
@@ -75,7 +75,7 @@ Route = Callable[[int, RouterLogits], Gate]
 
 @dataclass(frozen=True)
 class Noised:
-    """What lines 3-4 of Algo. 1 draw, and how the loss weights it."""
+    """The draws of lines 3-4 of Algo. 1, and their weight in the loss."""
 
     x0: Tokens
     xt: Tokens
@@ -84,14 +84,14 @@ class Noised:
     weight: PerRow  # of that NLL: w(t), or T a_i, or T for a set R
 
     def repeated(self, draws: int) -> Noised:
-        """Every row `draws` times, one after the other."""
+        """Repeat every row `draws` times, one after the other."""
         if draws == 1:
             return self
         return Noised(*(rows.repeat_interleave(draws, dim=0) for rows in vars(self).values()))
 
 
 class Features(NamedTuple):
-    """Result of one network call: what `Backbone.read` turns into logits, router logits and gates by block."""
+    """Result of one network call: features (the input of `Backbone.read`), router logits and gates by block."""
 
     h: Float[Tensor, "B L K"]
     route_logits: tuple[Float[Tensor, "_B _P E"], ...] = ()
@@ -100,7 +100,7 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """What a training step minimises and logs (0- or 1-dimensional tensors).
+    """The loss of a training step and its log (0- or 1-dimensional tensors).
 
     `valid` is false for a step that must not be applied, for the reason given in `refusal`.
     """
@@ -113,7 +113,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """A reverse step as a sampler reports it: x after the step, the revealed positions and the latent that was drawn.
+    """A reverse step of a sampler: x after the step, the revealed positions and the drawn latent.
 
     The latent is a tuple of gates, a latent vector, or None without a latent. Rows that a step did not run have
     expert -1 or a vector of zeros; if it ran none, there is no latent.
@@ -138,7 +138,7 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Which number a likelihood is; a value without it means nothing.
+    """The meaning of a likelihood; a value without it means nothing.
 
     - `objective`: E over t ~ U(0, 1] of w(t) * masked NLL + 1 * KL. **Not a bound** of the NLL for a method with a
       latent: it can fall below the entropy of the data.
@@ -155,7 +155,7 @@ class Likelihood:
 
     @classmethod
     def parse(cls, text: str) -> Likelihood:
-        """`objective`, `nelbo`, `bound@4` or `iw@4,64`."""
+        """Parse `objective`, `nelbo`, `bound@4`, `iw@4,64` or `exact`."""
         match = re.fullmatch(r"(objective|nelbo|exact)|(bound)@([1-9]\d{0,5})|(iw)@([1-9]\d{0,5}),([1-9]\d{0,5})", text)
         if match is None:
             raise ValueError(f"{text!r} is no likelihood; allowed: objective, nelbo, bound@T, iw@T,K")
@@ -163,13 +163,11 @@ class Likelihood:
         return cls(plain or bound or iw, int(steps or iw_steps or 0), int(draws or 0))
 
     def __str__(self) -> str:
-        if self.kind == "iw":
-            return f"iw@{self.steps},{self.draws}"
-        return f"bound@{self.steps}" if self.kind == "bound" else self.kind
+        return self.kind + {"bound": f"@{self.steps}", "iw": f"@{self.steps},{self.draws}"}.get(self.kind, "")
 
     @property
     def bounds(self) -> str:
-        """What the number bounds, in words."""
+        """The quantity that it bounds, in words."""
         return {
             "objective": "not a bound",
             "nelbo": "bounds the NLL of the continuous-time sampler",

@@ -51,7 +51,6 @@ def fit_line(
 ) -> FitResult:
     """Train it, with a record at each step and a checkpoint at every fifth unless `options` say otherwise."""
     config = TrainConfig(steps=steps, batch=1, precision="fp32", **{"log_every": 1, "save_every": 5, **options})
-    return fit(
-        module, lambda step: torch.zeros(1, 1), {"scale": Linear(start=1.0, end=2.0)}, train=config, rng=Rng(1),
-        optim=OptimConfig(lr=0.1, schedule="constant"), run_dir=folder, resume=resume, callbacks=callbacks,
-    )  # fmt: skip
+    ramps, optim = {"scale": Linear(start=1.0, end=2.0)}, OptimConfig(lr=0.1, schedule="constant")
+    where = {"run_dir": folder, "resume": resume, "callbacks": callbacks}
+    return fit(module, lambda step: torch.zeros(1, 1), ramps, optim=optim, train=config, rng=Rng(1), **where)

@@ -1,4 +1,4 @@
-"""Callbacks: what they see and when, early ends, posterior collapse at the same step however a run is logged."""
+"""Callbacks: order of calls, early ends, posterior collapse at the same step with any interval of log records."""
 
 from __future__ import annotations
 
@@ -149,9 +149,6 @@ def test_numbers_reach_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == expected
 
 
-# --- Posterior collapse ------------------------------------------------------------------------------------------
-
-
 def fit_ill(folder: Path, ill: Iterable[int], *, steps: int = 100, stop: bool = False, **options: Any) -> FitResult:
     watch = callbacks.CollapseWarning(lambda record: "it is ill; try rest" if record["ill"] else None, stop=stop)
     return fit_line(Line(ill=ill), folder, steps, callbacks=[watch], save_every=10, keep=20, **options)
@@ -163,10 +160,13 @@ def warned(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("ill", "expected"),
-    [(range(15), []), ([*range(20, 24), *range(60, 64)], []), ([*range(20, 24), *range(60, 90)], [64]),
-     ([*range(20, 30), *range(60, 90)], [24])],
-    ids=["early", "short", "long-enough", "twice"],
-)  # fmt: skip
+    [
+        (range(15), []),  # early
+        ([*range(20, 24), *range(60, 64)], []),  # short
+        ([*range(20, 24), *range(60, 90)], [64]),
+        ([*range(20, 30), *range(60, 90)], [24]),  # twice
+    ],
+)
 def test_a_warning_is_given_once_when_it_has_lasted(ill: Sequence[int], expected: list[int], tmp_path: Path) -> None:
     fit_ill(tmp_path, ill)
     assert warned(tmp_path) == expected

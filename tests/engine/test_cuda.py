@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import outcome
+from small import Settings, stepper_of
 
-from emoe.engine.stepper import Stepper
 from emoe.overrides import override
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
@@ -23,10 +23,7 @@ def losses(recipe: str, *, graph: bool, steps: int, parts: int) -> tuple[list[fl
     experiment = override(get_recipe(recipe), {"train.precision": "fp32", "train.ema": 0.99, **settings})
     domain, device = experiment.domain.build(0), torch.device("cuda")
     method = experiment.build_method(domain.space).to(device)
-    stepper = Stepper(
-        method, domain.batches(64, 0, device=device), method.ramps, optim=experiment.optim, train=experiment.train,
-        rng=Rng(1, device=device),
-    )  # fmt: skip
+    stepper = stepper_of(experiment, domain, method, Rng(1, device=device))
     values = []
     for step in range(steps):
         stepper(step)
@@ -49,10 +46,8 @@ def test_graph_equals_eager(recipe: str, parts: int) -> None:
 
 @pytest.mark.parametrize("method", ["mdlm", "vadd", "emoe", "emoe-vimco"])
 def test_a_resumed_run_has_the_same_bits(method: str, tmp_path: Path) -> None:
-    settings: dict[str, object] = {
-        "train.deterministic": True, "train.precision": "bf16", "train.steps": 30, "train.save_every": 15,
-        "train.log_every": 1,
-    }  # fmt: skip
+    settings: Settings = {"train.deterministic": True, "train.precision": "bf16", "train.steps": 30}
+    settings |= {"train.save_every": 15, "train.log_every": 1}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(f"digits-{method}", whole, settings=settings, device="cuda", callbacks=[])
     shutil.copytree(whole, resumed)

@@ -226,9 +226,6 @@ def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_streams_must_be_those_of_the_rank(tmp_path: Path) -> None:
-    module = torch.nn.Linear(1, 1)
+    own, rng = {"optim": OptimConfig(), "train": TrainConfig(), "run_dir": tmp_path}, Rng(0, rank=1, world=2)
     with pytest.raises(ValueError, match="rng is of rank 1 of 2, the world of 0 of 1"):
-        fit(
-            module, lambda step: torch.zeros(1), {}, optim=OptimConfig(), train=TrainConfig(),
-            rng=Rng(0, rank=1, world=2), run_dir=tmp_path,
-        )  # fmt: skip
+        fit(torch.nn.Linear(1, 1), lambda step: torch.zeros(1), {}, rng=rng, **own)  # type: ignore[arg-type]

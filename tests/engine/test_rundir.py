@@ -1,4 +1,4 @@
-"""The run lock: one holder, which may enter again; two starts at once never mix.
+"""The run lock: one holder; two starts at once never mix.
 
 A second process and one that is killed are in test_resume.py.
 """
@@ -6,7 +6,6 @@ A second process and one that is killed are in test_resume.py.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,37 +19,25 @@ from emoe.files import RunBusy, StorageError, run_lock
 
 WAIT = """
 import os, time
-import emoe.runs.train as module
-fit, go = module.fit, arguments.pop("go")
+import emoe.engine.fit as module
+stepper, go = module.Stepper, arguments.pop("go")
 def late(*args, **options):
     time.sleep(0.1)  # between the claim and the training, where a second process must not come in
-    return fit(*args, **options)
-module.fit = late
+    return stepper(*args, **options)
+module.Stepper = late
 while not os.path.exists(go):
     time.sleep(0.0005)
 """
 
 
-def test_its_thread_may_enter_again_and_others_may_not(tmp_path: Path) -> None:
-    entered: list[bool] = []
-
-    def enter() -> None:
-        try:
-            with run_lock(tmp_path):
-                entered.append(True)
-        except RunBusy:
-            entered.append(False)
-
+def test_a_folder_is_locked_once_and_free_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError), run_lock(tmp_path):
         assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
-        with run_lock(tmp_path / "." / ""):
+        with pytest.raises(RunBusy, match=f"in use by process {os.getpid()}; wait"), run_lock(tmp_path / "." / ""):
             pass
-        thread = threading.Thread(target=enter)  # the inner block has not freed the folder
-        thread.start()
-        thread.join()
         raise KeyError
-    enter()
-    assert entered == [False, True]
+    with run_lock(tmp_path):
+        pass
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="run.lock"), run_lock(tmp_path / "file"):
         pass

@@ -46,6 +46,11 @@ def test_progress_goes_to_standard_error(
     assert main(words) == 0
     again, err = capsys.readouterr()
     assert [entry["value"] for entry in json.loads(again)] == [entry["value"] for entry in json.loads(out)]
+    for name, metrics in {
+        "bound@1": {"nll", "bpd", "ppl", "coordination_gain"},
+        "iw@1,4": {"nll", "bpd", "ppl"},
+    }.items():
+        assert {entry["metric"] for entry in json.loads(out) if entry["convention"] == name} == metrics
     lines = [line for line in err.splitlines() if " of " in line]
     assert f"exact law of {run}: step 1/2 (50.0%)" in lines[0] and "step 2/2 (100.0%)" in lines[1]
     assert [f"samples of {run}: step {call}/3" in line for call, line in enumerate(lines[2:5], 1)] == [True] * 3

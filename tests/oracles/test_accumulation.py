@@ -72,10 +72,8 @@ def batches(method: MaskedDiffusion, step: int) -> Tensor:
 
 
 def stepper_of(method: MaskedDiffusion, accumulate: int, optim: OptimConfig = OPTIM) -> Stepper:
-    return Stepper(
-        method, lambda step: batches(method, step), method.ramps, optim=optim, rng=Rng(5),
-        train=TrainConfig(steps=STEPS, batch=accumulate, ema=0.5, accumulate=accumulate),
-    )  # fmt: skip
+    train = TrainConfig(steps=STEPS, batch=accumulate, ema=0.5, accumulate=accumulate)
+    return Stepper(method, lambda step: batches(method, step), method.ramps, optim=optim, train=train, rng=Rng(5))
 
 
 def result(stepper: Stepper) -> dict[str, Tensor]:
@@ -115,15 +113,6 @@ def test_parts_equal_one_batch(kind: str, parts: int, tiny: Tiny) -> None:
 
 def ramp_at_start(method: MaskedDiffusion) -> dict[str, Tensor]:
     return {name: torch.tensor(ramp(0, STEPS)) for name, ramp in method.ramps.items()}
-
-
-def test_the_loads_of_the_parts_differ(tiny: Tiny) -> None:
-    """The case above is the hard one: some experts are idle in one part only."""
-    method = tiny(CONFIGS["emoe"], size=4, length=3, width=16, hidden=16)
-    parts, ramp = batches(method, 0).chunk(3), ramp_at_start(method)
-    usage = [method(rows, ramp, Rng(5).part(n, 3)).log["usage/block1"] for n, rows in enumerate(parts)]
-    idle = {tuple((used == 0).tolist()) for used in usage}
-    assert len(idle) > 1 and any(map(any, idle))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from enumeration import ALPHA, all_rows, chi_square
-from steps import masks, scramble
+from enumeration import ALPHA, all_rows, chi_square, predict
+from steps import counts_of, masks, scramble, small_dit
 from torch import Tensor
 
-from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
 from emoe.evaluation.likelihood import estimate_nll, passes
 from emoe.methods.ar import AR, ARConfig
@@ -21,19 +20,9 @@ CLEAN = all_rows([0, 2], SPACE.length)
 EXACT = Likelihood.parse("exact")
 
 
-def sizes(**other: object) -> DiTConfig:
-    small = {"width": 8, "depth": 2, "heads": 2, "hidden": 8, "cond_size": 4, "time_size": 4, "dropout": 0.0}
-    return DiTConfig(**(small | {"causal": True} | other))
-
-
 @pytest.fixture
 def method() -> AR:
-    return scramble(ARConfig().build(SPACE, sizes()).double(), 5)
-
-
-def number(rows: Tensor) -> Tensor:
-    """Index of clean rows in CLEAN."""
-    return ((rows == 2).long() * torch.tensor([8, 4, 2, 1])).sum(-1)
+    return scramble(ARConfig().build(SPACE, small_dit(causal=True)).double(), 5)
 
 
 def law_of(method: AR) -> Tensor:
@@ -42,7 +31,7 @@ def law_of(method: AR) -> Tensor:
     for n, row in enumerate(CLEAN.tolist()):
         for position, symbol in enumerate(row):
             prefix = torch.tensor([[SPACE.mask_id, *row[:position]]])
-            logits = method.backbone.predict(prefix, torch.zeros(1)).logits[0, -1]
+            logits = predict(method.backbone, prefix, torch.zeros(1)).logits[0, -1]
             law[n] *= torch.softmax(logits, -1)[symbol].item()
     return law
 
@@ -67,7 +56,7 @@ def test_the_first_token_is_learned_too_and_every_parameter_that_can_be(method):
 def test_the_sampler_has_the_law(method):
     rows = method.sample(masks(method, 20_000), SPACE.length, Rng(1))
     assert (rows != SPACE.mask_id).all()
-    assert chi_square(torch.bincount(number(rows), minlength=16), law_of(method)) > ALPHA
+    assert chi_square(counts_of(rows), law_of(method)) > ALPHA
 
 
 def test_given_tokens_are_continued_from_the_conditional(method):
@@ -81,7 +70,7 @@ def test_given_tokens_are_continued_from_the_conditional(method):
     law = law_of(method)
     for prefix, part in zip(prefixes, rows.split(n), strict=True):
         fits = ((CLEAN == prefix) | (prefix == m)).all(-1)
-        want, counts = torch.where(fits, law, 0.0), torch.bincount(number(part), minlength=16)
+        want, counts = torch.where(fits, law, 0.0), counts_of(part)
         if fits.sum() > 1:
             assert chi_square(counts, want / want.sum()) > ALPHA
         else:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from enumeration import ALPHA, Enumeration, chi_square, gauss_legendre, product_of_marginals, single
-from references import CosineSchedule
 from steps import masks
 
+from emoe.diffusion.schedule import CosineSchedule
 from emoe.methods import masked
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
-from emoe.methods.vadd import VADDConfig
 from emoe.rng import Rng
 
 RAMP = {"relax_tau": torch.tensor(0.7).double(), "kl_weight": torch.tensor(0.6).double()}
-
-
-def counts_of(exact: Enumeration, rows: torch.Tensor) -> torch.Tensor:
-    return torch.bincount(exact.index(rows), minlength=len(exact.states))
 
 
 def test_one_expert_is_mdlm(twins):
@@ -118,15 +112,10 @@ def test_samples_follow_the_enumerated_chain(tiny, config, length: int, size: in
     method = tiny(config, length=length, size=size, seed=seed)
     exact = Enumeration(method)
     law = exact.law(steps)
-    counts = counts_of(exact, method.sample(masks(method, 200_000), steps, Rng(1)))
+    counts = exact.counts(method.sample(masks(method, 200_000), steps, Rng(1)))
     assert chi_square(counts, law) > ALPHA
     if isinstance(config, EMoEConfig):
         assert chi_square(counts, product_of_marginals(law, size, length)) < 1e-9
-
-
-def test_mdlm_in_one_step_is_factorised(tiny):
-    exact = Enumeration(tiny(MDLMConfig()))
-    assert torch.allclose(exact.law(1), product_of_marginals(exact.law(1), 3, 2), atol=1e-15)
 
 
 def test_every_step_draws_a_fresh_latent(tiny):
@@ -139,25 +128,8 @@ def test_every_step_draws_a_fresh_latent(tiny):
         parts[0][0][start, r].exp() * (parts[0][1][start, r] @ parts[1][1][:, r]) for r in range(len(exact.routes))
     )
     assert (kept - exact.law(2)).abs().max() > 0.01
-    counts = counts_of(exact, exact.method.sample(masks(exact.method, 100_000), 2, Rng(2)))
+    counts = exact.counts(exact.method.sample(masks(exact.method, 100_000), 2, Rng(2)))
     assert chi_square(counts, exact.law(2)) > ALPHA and chi_square(counts, kept) < 1e-9
-
-
-def test_vadd_samples_follow_the_integral_over_its_latent(tiny):
-    """Eq. 4 with one latent number, by Gauss-Hermite quadrature."""
-    method = tiny(VADDConfig(latent=1), size=3)
-    with torch.no_grad():
-        method.backbone.trunk.cond.weight.mul_(6)
-    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
-    with torch.no_grad():
-        z = torch.tensor(nodes)[:, None]
-        logits = method.backbone.predict(masks(method, 80), torch.ones(80).double(), cond=z).logits
-    p = torch.softmax(logits, -1)
-    law = torch.einsum("n,na,nb->ab", torch.tensor(weights / weights.sum()), p[:, 0], p[:, 1])
-    rows = method.sample(masks(method, 200_000), 1, Rng(3))
-    counts = torch.bincount(rows[:, 0] * 3 + rows[:, 1], minlength=9)
-    assert chi_square(counts, law) > ALPHA
-    assert chi_square(counts, product_of_marginals(law.flatten(), 3, 2)) < 1e-6
 
 
 def cycle(exact: Enumeration, rows: int) -> torch.Tensor:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from references import dit_logits, turn
+from enumeration import predict
+from references import dit_logits
 from steps import generator, gradients, noised, randn, scramble
 from torch import Tensor
 
-from emoe.backbones.attention import rotary_angles, rotate
 from emoe.backbones.base import total_parameters
 from emoe.backbones.dit import DiT, DiTConfig
 from emoe.backbones.layers import Dropout, Flow, RouterConfig, dropout_from
@@ -109,10 +109,10 @@ def test_the_network_is_its_formulas():
     plain, timed, bent = network(), network(time_conditioning=True), network(rotary_base=50.0)
     latent = network(Needs(cond=3), time_conditioning=True)
     for one, want in (
-        (plain.predict(x, t), dit_logits(plain, x, zero)),
-        (timed.predict(x, t), dit_logits(timed, x, sigma)),
-        (bent.predict(x, t), dit_logits(bent, x, zero)),
-        (latent.predict(x, t, cond=cond), dit_logits(latent, x, sigma, cond=cond)),
+        (predict(plain, x, t), dit_logits(plain, x, zero)),
+        (predict(timed, x, t), dit_logits(timed, x, sigma)),
+        (predict(bent, x, t), dit_logits(bent, x, zero)),
+        (predict(latent, x, t, cond=cond), dit_logits(latent, x, sigma, cond=cond)),
     ):
         assert torch.allclose(one.logits[..., OTHERS], want[..., OTHERS], atol=1e-12, rtol=1e-12)
         assert (one.logits[..., SPACE.mask_id] == -torch.inf).all() and not one.gates
@@ -128,7 +128,7 @@ def test_the_routed_network_is_its_formulas(dispatch: str):
     _, x, t = batch()
     expert = torch.randint(3, x.shape, generator=generator(1))
     gate = Gate(expert[..., None], torch.ones(*x.shape, 1).double())
-    out = routed.predict(x, t, route=replay([gate, gate]))
+    out = predict(routed, x, t, route=replay([gate, gate]))
     want = dit_logits(routed, x, torch.zeros_like(t), experts=expert)
     assert torch.allclose(out.logits[..., OTHERS], want[..., OTHERS], atol=1e-12, rtol=1e-12)
     assert routed.routed_blocks == len(out.gates) == 2
@@ -138,16 +138,16 @@ def test_the_routed_network_is_its_formulas(dispatch: str):
 def test_a_causal_network_is_its_formulas_and_does_not_depend_on_the_future():
     causal = network(causal=True)
     _, x, t = batch()
-    logits = causal.predict(x, t).logits
+    logits = predict(causal, x, t).logits
     up_to_oneself = torch.ones(6, 6, dtype=torch.bool).tril()
     want = dit_logits(causal, x, t, attend=up_to_oneself)
     assert torch.allclose(logits[..., OTHERS], want[..., OTHERS], atol=1e-12, rtol=1e-12)
-    given = causal.predict(x, t, attend=up_to_oneself).logits
+    given = predict(causal, x, t, attend=up_to_oneself).logits
     assert torch.allclose(given[..., OTHERS], logits[..., OTHERS], atol=1e-12, rtol=1e-12)
     for position in range(6):
         other = x.clone()
         other[:, position] = (other[:, position] + 1) % SPACE.size
-        moved = (causal.predict(other, t).logits[..., OTHERS] - logits[..., OTHERS]).abs().amax((0, 2))
+        moved = (predict(causal, other, t).logits[..., OTHERS] - logits[..., OTHERS]).abs().amax((0, 2))
         assert (moved[:position] == 0).all() and (moved[position:] > 1e-9).all()
 
 
@@ -179,21 +179,11 @@ def test_the_encoder_marks_the_pattern_by_the_embedding_of_the_mask():
     assert torch.equal(encoder(x0, t + 0.05, marks), start)
 
 
-def test_rotation_is_half_split():
-    x = randn(1, 3, 1, 8)
-    positions = torch.tensor([0, 1, 5])
-    angles = rotary_angles(positions, 4, 10_000.0, torch.float64)
-    assert torch.allclose(angles[2], 5 * torch.tensor([1, 0.1, 0.01, 0.001]).double(), atol=1e-15)
-    turned = rotate(x, angles.cos(), angles.sin())
-    want = turn(x, positions.double(), 10_000.0)
-    assert torch.allclose(turned, want, atol=1e-14) and torch.equal(turned[0, 0, 0], x[0, 0, 0])
-
-
 @pytest.mark.parametrize("chunks", [[1] * 6, [6], [2, 1, 3], [1, 5]], ids=str)
 def test_a_cache_gives_the_logits_of_the_whole_prefix(chunks: list[int]):
     net = network(causal=True).eval()
     x, _, t = batch()
-    whole, cache, done = net.predict(x, t).logits, net.new_cache(), 0
+    whole, cache, done = predict(net, x, t).logits, net.new_cache(), 0
     for size in chunks:
         got = net.extend(x[:, done : done + size], cache)
         want = whole[:, done : done + size, OTHERS]
@@ -201,8 +191,9 @@ def test_a_cache_gives_the_logits_of_the_whole_prefix(chunks: list[int]):
         assert (got[..., SPACE.mask_id] == -torch.inf).all() and not got.requires_grad
         done += size
     assert cache.length == 6
-    last = net.extend(x, net.new_cache(), last=2)
-    assert last.shape[1] == 2 and torch.allclose(last[..., OTHERS], whole[:, 4:, OTHERS], atol=1e-12)
+    cache = net.new_cache()
+    last = net.extend(x, cache, keep=4)
+    assert cache.length == 4 and torch.allclose(last[..., OTHERS], whole[:, 4:, OTHERS], atol=1e-12)
 
 
 def test_networks_that_are_not_causal_need_attend_and_no_time():

@@ -49,8 +49,8 @@ def test_norm_film_and_silu(batch: int, channels: int, groups: int, side: int, w
     assert fused.is_contiguous(memory_format=torch.channels_last)
     slope = normal(*x.shape, seed=5).detach()
     assert_equal(fused, plain(x, gamma, beta, groups, film), leaves, slope)
-    first, second = (torch.autograd.grad((norm.norm_silu(x, gamma, beta, groups, film) * slope).sum(), leaves)
-                     for _ in range(2))  # fmt: skip
+    values = (norm.norm_silu(x, gamma, beta, groups, film) * slope for _ in range(2))
+    first, second = (torch.autograd.grad(value.sum(), leaves) for value in values)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

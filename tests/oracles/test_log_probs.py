@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from enumeration import predict
 from torch import Tensor
 
 from emoe.config import ConfigError
@@ -49,7 +50,7 @@ def test_greedy_latents_are_the_most_likely_ones(tiny, config):
     method = tiny(config, length=3)
     t = (ROWS == 1).double().mean(1)
     inputs = {"vadd": {"cond": torch.zeros(3, 1).double()}, "emoe": {"route": greedy()}}.get(config.kind, {})
-    want = subs(method.backbone.predict(ROWS, t, **inputs).logits, ROWS, 1)
+    want = subs(predict(method.backbone, ROWS, t, **inputs).logits, ROWS, 1)
     run = run_of(method)
     for seed in (0, 1):
         assert torch.allclose(run.log_probs(ROWS, routes="greedy", seed=seed).exp(), want.exp(), atol=1e-6)

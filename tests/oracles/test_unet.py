@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from steps import generator, loss_at, noised, ramp_of, randn, scramble
+from enumeration import predict
+from steps import constant, generator, loss_at, noised, ramp_of, randn, scramble
 from torch import Tensor
 
 from emoe.backbones.base import total_parameters
@@ -18,9 +19,8 @@ from emoe.methods.masked import MaskedDiffusionConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.rng import Rng
 from emoe.routing.compare import CompareConfig, both_passes
-from emoe.routing.latent import RouteLatent
 from emoe.routing.routes import draw, greedy, paired, replay
-from emoe.types import Gate, Needs, Route, TokenSpace
+from emoe.types import Needs, TokenSpace
 
 MNIST = TokenSpace(size=3, mask_id=2, length=32 * 32)
 
@@ -44,18 +44,6 @@ def batch(rows: int = 3, side: int = 8, seed: int = 0, dtype: torch.dtype = torc
     x0 = 2 * torch.randint(2, (rows, side * side), generator=source)
     xt = torch.where(torch.rand(x0.shape, generator=source) < 0.5, 1, x0)
     return x0, xt, torch.linspace(0.2, 0.9, rows, dtype=dtype)
-
-
-def constant(expert: int = 0, at: tuple[int, int, int, int] | None = None) -> Route:
-    """Expert 0 everywhere, but for `at` = (block, row, position, expert)."""
-
-    def policy(block: int, logits: Tensor) -> Gate:
-        chosen = torch.full((*logits.shape[:2], 1), expert)
-        if at is not None and at[0] == block:
-            chosen[at[1], at[2]] = at[3]
-        return Gate(chosen, torch.ones(chosen.shape, dtype=logits.dtype))
-
-    return policy
 
 
 def test_a_mark_costs_one_vector():
@@ -96,7 +84,7 @@ def test_positions_of_a_map_are_its_pixels_in_row_major_order():
 @pytest.mark.parametrize("side", [4, 8, 12])
 def test_blocks_route_at_half_and_quarter_resolution(side: int):
     network = scramble(sizes().build(image_space(side), Needs(experts=3)).double(), 1)
-    out = network.predict(torch.arange(2 * side * side).view(2, -1) % 3, torch.ones(2), route=greedy())
+    out = predict(network, torch.arange(2 * side * side).view(2, -1) % 3, torch.ones(2), route=greedy())
     half, quarter = (side // 2) ** 2, (side // 4) ** 2
     assert [block.shape[1] for block in out.route_logits] == [half, quarter, quarter, quarter, half]
     assert out.logits.shape == (2, side * side, 3) and len(out.gates) == network.routed_blocks == 5
@@ -171,30 +159,6 @@ def test_a_branch_adds_its_expert_at_each_position():
         hidden = torch.nn.functional.gelu(at @ experts.w_in[e] + experts.b_in[e])
         assert torch.allclose(maps["after"][row, :, i, j], at + hidden @ experts.w_out[e] + experts.b_out[e])
         assert torch.allclose(out.route_logits[1][row, 2 * i + j], block.branch.router(at[None, None])[0, 0])
-
-
-def test_kl_along_the_route_averages_to_the_kl_of_whole_routes():
-    """Eq. 7-8 with blocks of different resolutions: all 2^(4 + 1 + 1 + 1 + 4) routes of a 4x4 image."""
-    network = build(EMoEConfig(experts=2), side=4).backbone
-    positions = [4, 1, 1, 1, 4]
-    routes = torch.tensor(list(itertools.product(range(2), repeat=sum(positions))))
-    gates = [Gate(z[..., None], torch.ones(*z.shape, 1).double()) for z in routes.split(positions, dim=1)]
-    x0, xt, _ = batch(1, side=4)
-    sides = []
-    with torch.no_grad():
-        for x in (x0, xt):
-            out = network(x.expand(len(routes), -1), torch.full((len(routes),), 0.6).double(), route=replay(gates))
-            log_rho = [torch.log_softmax(block, -1) for block in out.route_logits]
-            each = [rho.gather(-1, gate.expert).sum((1, 2)) for rho, gate in zip(log_rho, gates, strict=True)]
-            sides.append((torch.stack(each).sum(0), out.route_logits))
-    (log_q, post), (log_p, prior) = sides
-    assert log_q.exp().sum().item() == pytest.approx(1, abs=1e-12)
-    assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-12)
-    whole = (log_q.exp() * (log_q - log_p)).sum().item()
-    latent = RouteLatent(tuple(post), tuple(prior), tuple(gate.expert[..., 0] for gate in gates))
-    along = (log_q.exp() @ latent.kl()).item()
-    assert torch.allclose(latent.log_ratio(), log_p - log_q, atol=1e-12)
-    assert whole > 1e-3 and along == pytest.approx(whole, rel=1e-10)
 
 
 def test_positions_of_finer_maps_are_summed_over_squares_of_coarser_ones():

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from enumeration import Enumeration
-from references import CosineSchedule
+from enumeration import Enumeration, predict
 from steps import loss_at, noised, randn
 from torch import Tensor
 
 from emoe.diffusion.masking import subs
+from emoe.diffusion.schedule import CosineSchedule
 from emoe.methods.masked import ReverseStep
 from emoe.methods.vadd import VADD, GaussianLatent, VADDConfig
 from emoe.ramps import Constant
@@ -39,7 +39,7 @@ def test_latent_is_drawn_from_the_encoder_and_in_the_sampler_from_the_prior(tiny
     mean, log_std = method.encoder(x0, t, xt == 1).chunk(2, -1)
     noise = torch.randn(2, 3, generator=Rng(11).stream("latent"), dtype=torch.float64)
     z = mean + log_std.exp() * noise
-    log_x_theta = subs(method.backbone.predict(xt, t, cond=z).logits, xt, 1)
+    log_x_theta = subs(predict(method.backbone, xt, t, cond=z).logits, xt, 1)
     assert torch.equal(out.log_token, log_x_theta.gather(-1, x0[..., None]).squeeze(-1))
     assert torch.equal(out.latent.kl(), gaussian_kl(mean, log_std)) and torch.equal(out.latent.z, z)
     q, p = torch.distributions.Normal(mean, log_std.exp()), torch.distributions.Normal(0.0, 1.0)
@@ -71,7 +71,7 @@ def integrals(model: VADD, x0: Tensor, xt: Tensor, t: float, beta: float) -> tup
     mean, log_std = model.encoder(x0, times, xt == model.space.mask_id).chunk(2, dim=-1)
 
     def f(z: Tensor) -> Tensor:
-        logits = model.backbone.predict(xt.expand(len(z), -1), times.expand(len(z)), cond=z[:, None]).logits
+        logits = predict(model.backbone, xt.expand(len(z), -1), times.expand(len(z)), cond=z[:, None]).logits
         token = torch.log_softmax(logits[..., :-1], -1).gather(-1, x0.expand(len(z), -1)[..., None]).squeeze(-1)
         return (token * (xt == model.space.mask_id)).sum(-1) / t
 

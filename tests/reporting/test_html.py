@@ -78,7 +78,12 @@ def test_the_page_needs_nothing_else_and_all_text_is_escaped(task, run, tmp_path
     images = [str(attrs["src"]).partition(",") for tag, attrs in page.tags if tag == "img"]
     assert len(images) == 3 and {head for head, *_ in images} == {"data:image/png;base64"}  # NFE, picture, training
     assert PNG in [base64.b64decode(data) for *_, data in images]
-    assert "Validity (%), 8-modes" in text and "c0ffee" in text and "a GPU; torch 2, Python 3" in text
+    assert (
+        text.count("<b>Validity (%)</b>") == 1
+        and ">8-modes<" in text
+        and "c0ffee" in text
+        and "a GPU; torch 2, Python 3" in text
+    )
     assert ("factorised step draws each of them alone" in text) == (task == "toy")
     assert text.count('<td class="best"><b>95.0</b></td>') == 4 and 'style="background:#123abc"' in text
     assert "prefers-color-scheme: dark" in text

@@ -6,11 +6,10 @@ import pytest
 
 from emoe.console import console_table
 from emoe.reporting.cells import Line, Number, over, reported
-from emoe.reporting.grid import metric_tables, sampled
 from emoe.reporting.render import html_table, markdown, plain, print_metrics
-from emoe.reporting.results import Results, ResultsError, Row, RunInfo
-from emoe.reporting.table import Table, build, models
-from emoe.reporting.ties import variant_of
+from emoe.reporting.results import Results, Row, RunInfo
+from emoe.reporting.table import Table, build, mark_best, models, over_nfe, sampled
+from emoe.reporting.ties import across_data
 from emoe.reporting.toy import toy_page
 
 RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
@@ -29,8 +28,10 @@ def toy_results(*more: Row) -> Results:
             for nfe in (1, 32):
                 for method, value in (("mdlm", 40.0), ("emoe", 87.0)):
                     rows += [row(method, value + shift + s, seed=s, nfe=nfe, **at) for s in range(3)]
-                rows.append(row("ideal", 41.0 + shift, nfe=nfe, convention="exact", seed=None, **at))
-            rows.append(row("data", 99.0, nfe=None, **at))
+                rows.append(
+                    row("ideal", 41.0 + shift, nfe=nfe, convention="exact", recipe="reference", seed=None, **at)
+                )
+            rows.append(row("data", 99.0, nfe=None, recipe="reference", **at))
     return Results().add(RUN, rows)
 
 
@@ -49,19 +50,22 @@ def test_the_toy_page_has_the_papers_shape() -> None:
     assert cells(text[text.index("**Overlap") :], "E-MoE")[0] == "**78.0** ±0.6"
     lines = [line.split("|")[1].strip() for line in text.splitlines()[4:9]]
     assert lines == ["MDLM", "VADD", "E-MoE", "ideal factorised", "real data"]
-    assert "3 seeds (0, 1, 2); 3,000 samples each; *(italics)*: the paper; **bold**: best model of a column;" in text
+    assert (
+        "3 seeds (0, 1, 2), 3,000 samples each. ±: standard error over seeds. *Italics*: the paper. **Bold**:" in text
+    )
     assert "1 to 3 seeds (0, 1, 2)" in toy_page(toy_results(row("vadd", 90.0)))  # the note hides no missing seeds
     alone = toy_page(Results().add(RUN, [row("mine", 88.0, recipe="demo-mine")]))
-    assert alone.endswith("Validity (%): 1 seed (0); 3,000 samples each.\n")
+    assert alone.endswith("Validity (%): 1 seed (0), 3,000 samples each.\n")
 
 
-def test_ablations_and_exact_laws_stay_out_of_the_main_row() -> None:
-    others = [row("emoe", 1.0, recipe="toy-8modes-emoe method.route-tau=0", seed=s) for s in range(3)]
-    others += [row("emoe", 1.0, recipe="demo-emoe"), row("data", 1.0, nfe=None, recipe="toy-9")]
-    others += [row("emoe", 1.0, convention="exact", seed=s) for s in range(2)]
-    assert toy_page(toy_results(*others)) == toy_page(toy_results())
-    with pytest.raises(ResultsError, match="cannot tell the main recipe of mdlm from toy-8modes-mdlm, toy-other-mdlm"):
-        toy_page(toy_results(row("mdlm", 1.0, recipe="toy-other-mdlm")))
+def test_ablations_have_rows_of_their_own_and_exact_laws_are_left_out() -> None:
+    exact = [row("emoe", 1.0, convention="exact", seed=s) for s in range(2)]
+    other = row("data", 1.0, nfe=None, recipe="reference domain.points=9")  # does not fit the models
+    assert toy_page(toy_results(*exact, other)) == toy_page(toy_results())
+    changed = toy_page(toy_results(row("emoe", 1.0, recipe="toy-8modes-emoe method.route-tau=0")))
+    assert cells(changed, "E-MoE") == cells(toy_page(toy_results()), "E-MoE")
+    assert cells(changed, "E-MoE method.route-tau=0") == ["1.0", "—", "—", "—"]
+    assert cells(toy_page(toy_results(row("emoe", 1.0, recipe="demo-emoe"))), "E-MoE (demo-emoe)")[0] == "1.0"
 
 
 def test_unknown_methods_have_a_line_with_their_own_label() -> None:
@@ -69,17 +73,17 @@ def test_unknown_methods_have_a_line_with_their_own_label() -> None:
     results = toy_results(row("mine", 95.0))
     assert cells(toy_page(results), "mine") == ["**95.0**", "—", "—", "—"]
     assert cells(toy_page(results.add(RUN, [], mine)), "My method") == ["**95.0**", "—", "—", "—"]
-    table = metric_tables(sampled(results), "toy", "validity")[0]
+    table = over_nfe(sampled(results), "validity")[0]
     page = html_table(table, results.colour)
     assert '<i class="key" style="background:#123abc"></i>My method</td><td class="best"><b>95.0</b>' in page
 
 
-def test_conventions_have_a_column_and_the_paper_a_line() -> None:
-    named = [row("emoe", value, convention=name) for name, value in (("exact", 80.0), ("bound@4", 70.0))]
-    text = markdown(metric_tables(Results().add(RUN, named), "toy", "validity"))
-    assert "| 8-modes | Convention | NFE 1 |" in text
-    assert "| E-MoE | bound@4 | 70.0" in text and "| E-MoE | exact | **80.0**" in text
-    assert "| E-MoE | paper | —<br>*(94.4)* |" in text and "| VADD | paper | —<br>*(91.8)* |" in text
+def test_each_convention_has_a_table_and_the_paper_is_not_beside_exact_laws() -> None:
+    rows = [row("emoe", value, convention=name) for name, value in (("exact", 80.0), (None, 70.0))]
+    samples, exact = over_nfe(Results().add(RUN, rows), "validity")
+    assert (exact.title, samples.title) == ("**Validity (%)**, exact", "**Validity (%)**")
+    assert exact.rows == [["E-MoE", "80.0"]] and ["E-MoE", "70.0\n*(94.4)*"] in samples.rows
+    assert ["VADD", "—\n*(91.8)*"] in samples.rows
 
 
 @pytest.mark.parametrize("recipe", ["demo-emoe", "toy-8modes-emoe train.steps=50"])
@@ -107,17 +111,18 @@ def test_the_best_of_a_column() -> None:
     lines = [Line((name,), reference=name == "ref") for name in rows]
     columns = [(f"{i}", lambda line, i=i: rows[line.labels[0]].split(" | ")[i]) for i in range(3)]
     for better, changed in marked.items():
-        (table,) = build(["x"], lines, columns, better=better)
+        (table,) = build(["x"], lines, columns)
+        mark_best(table, better)
         assert {name: " | ".join(cells) for name, *cells in table.rows} == rows | changed
 
 
 def test_cells_are_written_from_rows() -> None:
     rows = [row("emoe", 1.5, stderr=0.25), row("emoe", 2.5, metric="entropy")]
     line = Line(("E-MoE",), rows, "emoe", paper="8-modes")
-    assert Number("validity")(line) == "1.5" and Number("validity", measured=True, plain=True)(line) == "1.5 ±0.2"
+    assert Number("validity")(line) == "1.5" and Number("validity", error="measured", plain=True)(line) == "1.5 ±0.2"
     assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
     assert Number("validity", form="+")(line) == "+1.5"
-    assert Number("validity", spread="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
+    assert Number("validity", error="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"
     stack = Number("validity", below=[Number("entropy", prefix="H ")], paper="{:.1f}")
     assert [cell(line) for _, cell in over("nfe", "{}", (1, 2), stack)] == ["1.5\nH 2.50\n*(94.4)*", "—"]
 
@@ -139,11 +144,11 @@ def test_markdown_and_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "long enough to be cut " * 8 in drawn and "[x]" in drawn and "(2)" in drawn
 
 
-def test_variants_of_ties_under_present_names_and_those_of_schema_1() -> None:
+def test_recipes_of_ties_without_their_data() -> None:
     names = {
-        "ties-emoe-wake-sleep method.compare.credit=row domain.length=8": ("wake-sleep-row", {}),
-        "ties-emoe-plus method.carriers=all train.steps=5": ("all-carry", {"train.steps": "5"}),
-        "ties-emoe-plus backbone.depth=4": ("plus", {}),
-        "ties-emoe method.carriers=all": ("paper", {"method.carriers": "all"}),
+        "ties-emoe domain.family=sums domain.length=8 train.steps=5": "ties-emoe train.steps=5",
+        "ties-emoe-plus method.carriers=all": "ties-emoe-plus method.carriers=all",  # of schema 1
+        "ties-emoe backbone.depth=6 domain.length=8": "ties-emoe backbone.depth=6",  # 4 is the usual depth
     }
-    assert {name: variant_of(name) for name in names} == names
+    rows = [row("emoe", 1.0, task="ties", data="pairs-L8", recipe=recipe) for recipe in names]
+    assert sorted(row.recipe for row in across_data(Results().add(RUN, rows)).rows) == sorted(names.values())

@@ -1,4 +1,4 @@
-"""What tests of studies share: tiny sizes, and the rows that studies gave before they were rewritten."""
+"""Shared by tests of studies: tiny sizes, recorded rows of every study, prepared sets of text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 
 from emoe.reporting.results import Results
 
-TINY = {
-    "train.steps": "30", "train.batch": "16", "backbone.width": "8", "backbone.hidden": "8", "backbone.heads": "2",
-    "backbone.time-size": "8",
-}  # fmt: skip
+TINY = {"train.steps": "30", "train.batch": "16", "backbone.heads": "2"}
+TINY |= dict.fromkeys(("backbone.width", "backbone.hidden", "backbone.time-size"), "8")
 WORDS = "the a cat dog bird sees hears small old .".split()
 
 
@@ -38,14 +36,12 @@ def recorded() -> Callable[[str, Results], None]:
     return check
 
 
-def times(folder: Path) -> dict[str, int]:
-    """When files were written."""
-    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @pytest.fixture(scope="session")
 def untouched() -> Callable[[Path, Callable[[], int]], None]:
-    """Checks that a call ends well and writes nothing below a folder."""
+    """Checks that a call returns 0 and writes nothing below a folder."""
+
+    def times(folder: Path) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
     def check(folder: Path, call: Callable[[], int]) -> None:
         before = times(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,14 @@ def test_trials() -> None:
         seeds=(3, 4),
         settings={"method.experts": "4", "optim.betas": "0.8,0.9"},
     )
-    assert list(made) == [
-        "base", "optim.lr=0.001 optim.betas=0.9,0.99", "optim.lr=0.01 optim.betas=0.9,0.99",
-        "optim.lr=0.01 optim.betas=0.8,0.9",
-        'method.kl-weight={"kind": "linear", "start": 0, "end": 1} optim.lr=1e-2', "method=mdlm",
-    ]  # fmt: skip
+    pairs = ("0.001 optim.betas=0.9,0.99", "0.01 optim.betas=0.9,0.99", "0.01 optim.betas=0.8,0.9")
+    picked = 'method.kl-weight={"kind": "linear", "start": 0, "end": 1} optim.lr=1e-2'
+    assert list(made) == ["base", *(f"optim.lr={pair}" for pair in pairs), picked, "method=mdlm"]
     grid = made["optim.lr=0.01 optim.betas=0.8,0.9"]
-    assert [(one.domain.density, one.seed) for one in grid] == [
-        ("8-modes", 3), ("8-modes", 4), ("swiss-roll", 3), ("swiss-roll", 4)
-    ]  # fmt: skip
+    tasks = itertools.product(("8-modes", "swiss-roll"), (3, 4))
+    assert [(one.domain.density, one.seed) for one in grid] == list(tasks)
     assert {one.optim.lr for one in grid} == {0.01} and {one.method.experts for one in grid} == {4}
-    assert made["method=mdlm"][0].method.kind == "mdlm"
+    assert next(iter(made["method=mdlm"])).method.kind == "mdlm"
     names = {one.name for trial in made.values() for one in trial}
     assert len(names) == 12 and "demo-emoe method.experts=4 optim.betas=0.8,0.9 optim.lr=0.01" in names
 

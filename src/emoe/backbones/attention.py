@@ -17,16 +17,16 @@ from emoe.kernels import compiled
 
 @dataclass
 class Cache:
-    """What a network keeps of the tokens it has read: rotated keys and values of each block; see `extend`."""
+    """Rotated keys and values of each block for the tokens so far; see `extend`."""
 
-    room: int  # positions there is room for
-    length: int = 0  # positions read so far
+    room: int  # largest number of positions
+    length: int = 0  # positions so far
     blocks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(
         self, block: int, k: Float[Tensor, "B H N _C"], v: Float[Tensor, "B H N _C"]
     ) -> tuple[Float[Tensor, "B H M _C"], Float[Tensor, "B H M _C"]]:
-        """Keys and values of a block with N new positions behind the `length` old ones; views, M = length + N."""
+        """Append N positions to the keys and values of a block; return views of all M = length + N."""
         if block == len(self.blocks):
             batch, heads, _, size = k.shape
             self.blocks.append((k.new_empty(batch, heads, self.room, size), v.new_empty(batch, heads, self.room, size)))
@@ -39,17 +39,17 @@ class Cache:
 
 @dataclass(frozen=True)
 class View:
-    """From where positions attend, and to what; the same for all blocks of a call."""
+    """Rotations, mask and cache of the attention in all blocks of a call."""
 
     cos: Float[Tensor, "L R"]
     sin: Float[Tensor, "L R"]
     attend: Bool[Tensor, "L M"] | None = None  # None: everything, or if causal everything up to oneself
-    causal: bool = False
+    causal: bool = False  # without `attend` only
     cache: Cache | None = None
 
 
 def rotary_angles(positions: Int[Tensor, " L"], pairs: int, base: float, dtype: torch.dtype) -> Float[Tensor, "L R"]:
-    """position * base^(-r / R) for the pairs r = 0..R-1 of a head."""
+    """Return position * base^(-r / R) for the pairs r = 0..R-1 of a head."""
     frequency = base ** (-torch.arange(pairs, device=positions.device, dtype=dtype) / pairs)
     return positions.to(dtype)[:, None] * frequency
 
@@ -67,7 +67,7 @@ def rotate(
 def rotated(
     qkv: Float[Tensor, "B L 3 H C"], cos: Float[Tensor, "L R"], sin: Float[Tensor, "L R"]
 ) -> tuple[Float[Tensor, "B L H C"], Float[Tensor, "B L H C"], Float[Tensor, "B L H C"]]:
-    """Queries and keys turned by their positions, and values; compiled as one, so are their gradients."""
+    """Return queries and keys, turned by their positions, and values; compiled together with their gradients."""
     q, k, v = qkv.unbind(2)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
@@ -84,10 +84,9 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Float[Tensor, "B L K"], view: View) -> Float[Tensor, "B L K"]:
         batch, length, width = x.shape
         parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        # Heads stay behind positions in memory, as in what attention gives back: then none of it is copied.
+        # Heads stay behind positions in memory, as in the result of attention: then nothing is copied.
         q, k, v = (part.transpose(1, 2) for part in rotated(parts, view.cos, view.sin))
         if view.cache is not None:
             k, v = view.cache.add(self.number, k, v)
-        causal = view.causal and view.attend is None
-        mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=causal)
+        mixed = nnf.scaled_dot_product_attention(q, k, v, attn_mask=view.attend, is_causal=view.causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))

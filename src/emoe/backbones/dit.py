@@ -23,7 +23,7 @@ from emoe.config import option
 from emoe.diffusion.head import product_dtype
 from emoe.kernels import compiled
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+from emoe.types import Features, Latents, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class DiTConfig(BackboneConfig, kind="dit"):
     cond_size: int = option(128, doc="size of the vector from which adaLN takes shift, scale and gate", low=1)
     time_size: int = option(256, doc="size of the sinusoidal time features; even", low=2)
     latent_hidden: int = option(512, doc="hidden size of the map from a latent vector to the conditioning", low=1)
-    dropout: float = option(0.1, doc="dropout of what attention and MLP add, in training", low=0, high=0.9)
+    dropout: float = option(0.1, doc="dropout of the outputs of attention and MLP, in training", low=0, high=0.9)
     rotary_base: float = option(10_000.0, doc="base of the rotary frequencies", above=1)
-    time_conditioning: bool = option(False, doc="let adaLN see the time; false: it sees time 0 always, as in MDLM")
-    causal: bool = option(False, doc="each position sees itself and earlier ones, and there is no adaLN (AR)")
+    time_conditioning: bool = option(False, doc="condition adaLN on the time; false: on time 0, as in MDLM")
+    causal: bool = option(False, doc="each position attends to itself and earlier ones, without adaLN (AR)")
     dispatch: Dispatch = option("auto", doc="how experts are run; auto chooses by device")
     router: RouterConfig = option(RouterConfig(bias=False), doc="options of the routers")
 
@@ -64,7 +64,7 @@ class DiTConfig(BackboneConfig, kind="dit"):
             for name in sorted(needs.names() & self.supports - {"causal"}):
                 yield f"backbone: a causal 'dit' has no {name!r}, which the method needs"
         if needs.time and not self.time_conditioning:
-            yield "backbone.time_conditioning: must be true, since what the method predicts depends on the time"
+            yield "backbone.time_conditioning: must be true, since the prediction of the method depends on the time"
         if needs.attend and self.time_conditioning:
             yield "backbone.time_conditioning: must be false, since parts of a row have times of their own"
 
@@ -83,7 +83,7 @@ def normed(
     scale: Float[Tensor, "B 1 K"] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "*B K"]:
-    """(1 + scale) * norm(x) + shift, the norm in at least single precision; in that of x unless told."""
+    """Return (1 + scale) * norm(x) + shift in `dtype`, by default that of x; the norm in at least single precision."""
     precise = torch.promote_types(x.dtype, torch.float32)
     u = nnf.layer_norm(x.to(precise), weight.shape, weight.to(precise)).to(x.dtype)
     if shift is not None and scale is not None:
@@ -93,14 +93,14 @@ def normed(
 
 @compiled
 def added(h: Float[Tensor, "B L K"], out: Float[Tensor, "B L K"], strength: Float[Tensor, "B 1 K"] | None) -> Tensor:
-    """h + strength * out."""
+    """Return h + strength * out."""
     return h + (out if strength is None else strength * out)
 
 
 def adaln(
     layer: nn.Linear | None, c: Float[Tensor, "B C"] | None, parts: int, like: Tensor
 ) -> tuple[Float[Tensor, "B 1 K"] | None, ...]:
-    """The layer's output in `parts`, if any, in the precision of the features: 1 + scale in bf16 would lose much."""
+    """Split the layer's output, if any, in the precision of the features: in bf16, 1 + scale would lose much."""
     return (None,) * parts if layer is None else layer(c).to(like.dtype)[:, None].chunk(parts, dim=-1)
 
 
@@ -123,7 +123,6 @@ class Block(nn.Module):
     def forward(
         self, h: Float[Tensor, "B L K"], c: Float[Tensor, "B C"] | None, flow: Flow, view: View
     ) -> Float[Tensor, "_B L K"]:
-        """Features of the rows that the gate keeps."""
         dtype = product_dtype(h)  # all that reads u is a matrix product
         shift, scale, strength, mlp_shift, mlp_scale, mlp_strength = adaln(self.adaln, c, 6, h)
         u = normed(h, self.attention_norm.weight, shift, scale, dtype)
@@ -161,15 +160,15 @@ class Trunk(nn.Module):
         h: Float[Tensor, "B L K"],
         t: PerRow,
         *,
-        cond: Float[Tensor, "B Z"] | None = None,
+        cond: Latents = None,
         route: Route | None = None,
         attend: Bool[Tensor, "L M"] | None = None,
         positions: Int[Tensor, " L"] | None = None,
         cache: Cache | None = None,
     ) -> Features:
-        """Features from embeddings, whose number L may differ from the length of the token space.
+        """Return features from embeddings, whose number L may differ from the length of the token space.
 
-        `attend` says which position (row) sees which (column): by default all of them, or the earlier ones if causal.
+        `attend` says which position (row) attends to which (column): by default to all, or to earlier ones if causal.
         `positions`, by which queries and keys are rotated, are 0..L-1 by default. For `cache` see `DiT.extend`.
         """
         positions = torch.arange(h.shape[1], device=h.device) if positions is None else positions
@@ -182,11 +181,10 @@ class Trunk(nn.Module):
         return flow.features(h if shift is None or scale is None else (1 + scale) * h + shift)
 
     def embed(self, x: Tokens, marks: Positions | None) -> Float[Tensor, "B L K"]:
-        """Embeddings of tokens and marks."""
         h = self.token(x)
         return h if self.mark is None or marks is None else h + marks[..., None].to(h.dtype) * self.mark
 
-    def _condition(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B C"] | None:
+    def _condition(self, t: PerRow, cond: Latents) -> Float[Tensor, "B C"] | None:
         if self.time is None:
             return None
         t = t.to(self.token.weight.dtype)
@@ -202,7 +200,7 @@ class Trunk(nn.Module):
         dtype = torch.promote_types(self.token.weight.dtype, torch.float32)
         pairs = self.config.width // self.config.heads // 2
         angles = rotary_angles(positions, pairs, self.config.rotary_base, dtype)
-        return View(angles.cos(), angles.sin(), attend, self.config.causal, cache)
+        return View(angles.cos(), angles.sin(), attend, self.config.causal and attend is None, cache)
 
 
 class DiT(Backbone):
@@ -220,39 +218,32 @@ class DiT(Backbone):
         self.head = zeroed(nn.Linear(config.width, space.size))
 
     def forward(self, x: Tokens, t: PerRow, *, marks: Positions | None = None, **inputs: Any) -> Features:
-        """See `Backbone.forward` and, for the other inputs, `Trunk.forward`."""
         return self.trunk(self.trunk.embed(x, marks), t, **inputs)
 
     def new_cache(self) -> Cache:
-        """An empty cache for `extend`, with room for the length of the token space."""
+        """Return an empty cache for `extend`, with room for the length of the token space."""
         return Cache(self.length)
 
     @torch.no_grad()
     def extend(
-        self,
-        x_new: Int[Tensor, "B N"],
-        cache: Cache,
-        *,
-        attend: Bool[Tensor, "N M"] | None = None,
-        keep: int | None = None,
-        last: int | None = None,
+        self, x: Int[Tensor, "B N"], cache: Cache, *, attend: Bool[Tensor, "N M"] | None = None, keep: int | None = None
     ) -> Float[Tensor, "B _N V"]:
-        """Logits of the `last` of N tokens that follow those in a cache, of which the first `keep` go into the cache.
+        """Add N tokens to those in a cache and return their logits; with `keep` add that many and return the others'.
 
-        Equal to the last positions of one call on all tokens so far, as long as no position sees a later one that is
-        not in the cache with it: then keys and values of old positions stay as they are. This holds for a causal
-        network; any other needs `attend` (which new position sees which of the M = old + N) and must not see the time.
+        Equal to the last positions of one call on all tokens so far, as long as no position attends to a later one that
+        is not cached with it: then keys and values of old positions do not change. This holds for a causal network; any
+        other needs `attend` (which new position attends to which of the M = old + N) and must not read the time.
         """
-        config, old, new = self.trunk.config, cache.length, x_new.shape[1]
+        config, old, new = self.trunk.config, cache.length, x.shape[1]
         if not config.causal and (attend is None or config.time_conditioning):
             raise ValueError("extend: a network that is not causal needs `attend` and must not read the time")
-        positions = torch.arange(old, old + new, device=x_new.device)
+        positions = torch.arange(old, old + new, device=x.device)
         if attend is None and old:  # without a past the causal path is faster
-            attend = positions[:, None] >= torch.arange(old + new, device=x_new.device)
-        t = torch.zeros(len(x_new), device=x_new.device)
-        h = self(x_new, t, attend=attend, positions=positions, cache=cache).h
+            attend = positions[:, None] >= torch.arange(old + new, device=x.device)
+        t = torch.zeros(len(x), device=x.device)
+        h = self(x, t, attend=attend, positions=positions, cache=cache).h
         cache.length += new if keep is None else keep
-        return self.read(h if last is None else h[:, new - last :])
+        return self.read(h if keep is None else h[:, keep:])
 
 
 class Encoder(nn.Module):

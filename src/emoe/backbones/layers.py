@@ -22,28 +22,28 @@ from emoe.types import Features, Gate, PerRow, Route, RouterLogits
 
 
 def zeroed(layer: nn.Module) -> Any:
-    """The layer with weights and bias at zero."""
+    """Set the weights and bias of a layer to zero."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
 
 def silu_mlp(*sizes: int) -> nn.Sequential:
-    """Linear layers between vectors of these sizes, with SiLU between the layers."""
+    """Make linear layers between vectors of these sizes, with SiLU between them."""
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.SiLU())]
     return nn.Sequential(*layers[:-1])
 
 
 @compiled
 def time_features(t: PerRow, size: int) -> Float[Tensor, "B F"]:
-    """Sines and cosines of 1000 t at `size / 2` frequencies from 1 down to 1e-4."""
+    """Return sines and cosines of 1000 t at `size / 2` frequencies from 1 down to 1e-4."""
     half = size // 2
     frequency = torch.exp(-math.log(10_000) * torch.arange(half, device=t.device, dtype=t.dtype) / half)
     angle = 1000 * t[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-SHORT = 4  # up to this length attention by broadcasting beats the library's kernels, which are made for long rows
+SHORT = 4  # largest length at which attention by broadcasting is faster than the library's kernels
 
 
 def short_attention(
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 class Dropout(nn.Module):
     """x * keep / (1 - p) with keep ~ Bernoulli(1 - p); the identity in evaluation and at p = 0.
 
-    What a training step draws is a function of (seed, step), so noise comes from the stream of `dropout_from`, never
+    All draws of a training step are a function of (seed, step), so noise comes from the stream of `dropout_from`, never
     from torch's global generator.
     """
 
@@ -86,14 +86,14 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         if self.generator is None:
-            raise ConfigError(f"dropout: {self.p:g} needs a random stream, which the method does not lend; set it to 0")
+            raise ConfigError(f"dropout: {self.p:g} needs a random stream, which the method does not give; set it to 0")
         keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p, generator=self.generator)
         return x * keep * (1 / (1 - self.p))
 
 
 @contextlib.contextmanager
 def dropout_from(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Every `Dropout` in the module draws from the generator, in the order of the calls, while this is open."""
+    """Let every `Dropout` in the module draw from the generator, in the order of the calls, inside this context."""
     parts = [part for part in module.modules() if isinstance(part, Dropout)]
     for part in parts:
         part.generator = generator
@@ -116,7 +116,7 @@ class RouterConfig(Config):
 
 
 class Router(nn.Linear):
-    """A linear router over experts, which starts at zero by default (docs/decisions/0015-initialisation.md)."""
+    """A linear router over experts; it starts at zero by default (docs/decisions/0015-initialisation.md)."""
 
     def __init__(self, width: int, experts: int, config: RouterConfig):
         super().__init__(width, experts, bias=config.bias)
@@ -131,7 +131,7 @@ class Router(nn.Linear):
         self.cap = config.cap
 
     def forward(self, x: Float[Tensor, "B P K"]) -> RouterLogits:
-        """Logits in at least single precision; cap * tanh(logits / cap) where there is a cap, after any LayerNorm."""
+        """Return logits in at least single precision, after LayerNorm and cap * tanh(logits / cap) if there are any."""
         logits = at_least_single(super().forward(x if self.norm is None else self.norm(x)))
         norm = self.logit_norm
         if norm is None:
@@ -143,7 +143,7 @@ class Router(nn.Linear):
 def _shaped(
     x: Float[Tensor, "*N E"], weight: Tensor | None, bias: Tensor | None, eps: float, cap: float | None
 ) -> Float[Tensor, "*N E"]:
-    """LayerNorm over few numbers, for which the library's kernels are not made, and a soft cap."""
+    """Apply LayerNorm over few numbers, for which the library's kernels are slow, and a soft cap."""
     if weight is not None and bias is not None:
         centred = x - x.mean(-1, keepdim=True)
         x = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
@@ -151,7 +151,7 @@ def _shaped(
 
 
 def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate | None) -> Float[Tensor, "_B *N"]:
-    """The batch rows that a gate keeps, each as often as the gate holds draws for it; all of them without a gate."""
+    """Return the batch rows that a gate keeps, each once for every draw of the gate; all of them without a gate."""
     if gate is None:
         return rows
     rows = rows[gate.keep_from :] if gate.keep_from else rows  # the backward of a slice fills a tensor
@@ -160,14 +160,13 @@ def repeat_rows(rows: Float[Tensor, "B *N"], gate: Gate | None) -> Float[Tensor,
 
 @dataclass
 class Flow:
-    """What goes through a network beside the features: the policy, and router logits and gates of the blocks so far."""
+    """The policy of a network call, and router logits and gates of the blocks so far."""
 
     policy: Route | None
     logits: list[RouterLogits] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
 
     def features(self, h: Float[Tensor, "B L K"]) -> Features:
-        """The result of the network."""
         return Features(h, tuple(self.logits), tuple(self.gates))
 
 
@@ -182,7 +181,7 @@ class RoutedMLP(nn.Module):
         self.experts = RoutedExperts(width, hidden, experts, dispatch, act)
 
     def forward(self, x: Float[Tensor, "B P K"], flow: Flow) -> tuple[Float[Tensor, "_B P K"], Gate]:
-        """What the experts of the policy's gate add to the rows that it keeps, and the gate, which the flow notes."""
+        """Return the experts' output for the rows that the policy's gate keeps, and the gate; record it in the flow."""
         if flow.policy is None:
             raise ValueError("a routed backbone needs a route policy")
         flow.logits.append(self.router(x))
@@ -203,7 +202,7 @@ class DenseMLP(nn.Sequential):
 
 
 def mlp_of(config: Any, experts: int, act: Activation = "gelu") -> nn.Module:
-    """The feed-forward part of a block in the sizes of a config: with routed experts, or dense where there are none."""
+    """Make the feed-forward part of a block in the sizes of a config, with routed experts if there are any."""
     if experts:
         return RoutedMLP(config.width, config.hidden, experts, config.dispatch, config.router, act)
     return DenseMLP(config.width, config.hidden, act)

@@ -14,9 +14,9 @@ from emoe.backbones.base import Backbone, BackboneConfig
 from emoe.backbones.layers import Attention, Flow, RouterConfig, mlp_of, repeat_rows, silu_mlp, time_features
 from emoe.config import option
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+from emoe.types import Features, Latents, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
-EMBEDDING_STD = 0.2  # with 1 a router sees little of the other tokens (docs/decisions/0015-initialisation.md)
+EMBEDDING_STD = 0.2  # with 1, other tokens hardly affect a router (docs/decisions/0015-initialisation.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,6 @@ class Block(nn.Module):
         self.mlp = mlp_of(config, experts)
 
     def forward(self, h: Float[Tensor, "B L K"], flow: Flow) -> Float[Tensor, "_B L K"]:
-        """Features of the rows that the gate keeps."""
         h = h + self.attention(self.attention_norm(h))
         out, gate = self.mlp(self.mlp_norm(h), flow)
         return repeat_rows(h, gate) + out
@@ -80,13 +79,7 @@ class Trunk(nn.Module):
         self.norm = nn.LayerNorm(config.width)
 
     def forward(
-        self,
-        x: Tokens,
-        t: PerRow,
-        *,
-        cond: Float[Tensor, "B Z"] | None = None,
-        marks: Positions | None = None,
-        route: Route | None = None,
+        self, x: Tokens, t: PerRow, *, cond: Latents = None, marks: Positions | None = None, route: Route | None = None
     ) -> Features:
         dtype, flow = self.token.weight.dtype, Flow(route)
         h = self.token(x) + self.position.weight + self.time(time_features(t.to(dtype), self.time_size))[:, None]

@@ -23,7 +23,7 @@ from emoe.backbones.layers import Flow, RoutedMLP, RouterConfig, repeat_rows, si
 from emoe.config import ConfigError, option
 from emoe.kernels import compiled, load
 from emoe.routing.experts import Dispatch
-from emoe.types import Features, Gate, Needs, PerRow, Positions, Route, Tokens, TokenSpace
+from emoe.types import Features, Gate, Latents, Needs, PerRow, Positions, Route, Tokens, TokenSpace
 
 # The eight blocks in network order: S, S/2, S/4 on the way down; S/4 in the middle; S/4, S/2, S on the way up, which
 # read a skip connection beside their input; S.
@@ -69,30 +69,30 @@ def check_image(length: int) -> None:
 
 
 def as_rows(h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B P C"]:
-    """The positions of a map as rows, in row-major order."""
+    """Return the positions of a map as rows, in row-major order."""
     return h.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def as_map(rows: Float[Tensor, "B P C"]) -> Float[Tensor, "B C H H"]:
-    """The inverse of `as_rows` for square maps; channels_last."""
+    """Invert `as_rows` for square maps; channels_last."""
     side = math.isqrt(rows.shape[1])
     return rows.unflatten(1, (side, side)).permute(0, 3, 1, 2)
 
 
 def conv3(inputs: int, channels: int, stride: int = 1) -> nn.Conv2d:
-    """A 3x3 convolution that keeps the side, or divides it by the stride."""
+    """Make a 3x3 convolution that keeps the side, or divides it by the stride."""
     return nn.Conv2d(inputs, channels, 3, stride=stride, padding=1)
 
 
 def kernel_for(h: Tensor) -> ModuleType | None:
-    """The module with the fused norm if it fits a map: on a GPU, in a precision of at most 32 bits."""
+    """Return the module with the fused norm if it can process a map: on a GPU, in at most 32 bits."""
     return NORM if h.is_cuda and h.dtype != torch.float64 else None
 
 
 def norm_silu(
     norm: nn.GroupNorm, h: Float[Tensor, "B C H W"], film: Float[Tensor, "B _2C"] | None = None
 ) -> Float[Tensor, "B C H W"]:
-    """SiLU((1 + scale) norm(h) + shift), where film = [scale, shift], in the precision of h, channels_last."""
+    """Return SiLU((1 + scale) norm(h) + shift), where film = [scale, shift], in the precision of h, channels_last."""
     fused = kernel_for(h)
     if fused is not None:
         return fused.norm_silu(h, norm.weight, norm.bias, norm.num_groups, film)
@@ -104,17 +104,17 @@ def norm_silu(
     return nnf.silu(v).to(h.dtype, memory_format=torch.channels_last)
 
 
-# On a GPU these functions are compiled as a whole: convolutions are short, and what is around them is as long.
+# On a GPU these functions are compiled as a whole: the operations around a convolution take as long as it does.
 @compiled
 def halved(conv: nn.Module, h: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C _H _W"]:
-    """A convolution of stride 2."""
+    """Apply a convolution of stride 2."""
     return conv(h)
 
 
 @compiled
 def doubled(conv: nn.Module, h: Float[Tensor, "B C H W"], skip: Float[Tensor, "B I _H _W"]) -> Tensor:
-    """Each pixel copied to 2x2, a convolution, and the skip connection beside it."""
-    with torch.autocast(h.device.type, enabled=False):  # it would make single precision of it
+    """Copy each pixel to 2x2, apply a convolution, and append the skip connection."""
+    with torch.autocast(h.device.type, enabled=False):  # it would use single precision
         h = nnf.interpolate(h, scale_factor=2, mode="nearest")
     return torch.cat([conv(h), skip], dim=1)
 
@@ -144,13 +144,13 @@ class Residual(nn.Module):
 
 @dataclass
 class MapFlow(Flow):
-    """The flow of the UNet, with maps that are read later. All have one row for each of the features'."""
+    """The flow of the UNet, with scales, shifts and maps of the blocks to come. All have the rows of the features."""
 
     films: list[Float[Tensor, "B _2C"]] = field(default_factory=list)  # scale and shift of the blocks to come
-    skips: list[Tensor] = field(default_factory=list)  # maps that are read again on the way up
+    skips: list[Tensor] = field(default_factory=list)  # inputs of the way up
 
     def follow(self, gate: Gate) -> None:
-        """Keep and repeat the rows that the gate keeps and repeats."""
+        """Drop and repeat rows as the gate does."""
         self.films = [repeat_rows(film, gate) for film in self.films]
         self.skips = [as_map(repeat_rows(as_rows(skip), gate)) for skip in self.skips]
 
@@ -169,7 +169,6 @@ class Block(nn.Module):
         self.branch = RoutedMLP(channels, config.hidden, experts, config.dispatch, config.router) if experts else None
 
     def forward(self, h: Float[Tensor, "B I H W"], flow: MapFlow) -> Float[Tensor, "_B C H W"]:
-        """Features of the rows that the gate keeps."""
         h = self.residual(h, flow.films.pop(0))
         if self.branch is None:
             return h
@@ -213,13 +212,7 @@ class UNet(Backbone):
         self.head = nn.Linear(channels, space.size - 1)
 
     def forward(
-        self,
-        x: Tokens,
-        t: PerRow,
-        *,
-        cond: Float[Tensor, "B Z"] | None = None,
-        marks: Positions | None = None,
-        route: Route | None = None,
+        self, x: Tokens, t: PerRow, *, cond: Latents = None, marks: Positions | None = None, route: Route | None = None
     ) -> Features:
         flow = MapFlow(route, films=list(self._films(t, cond).chunk(len(JOINED), dim=-1)))
         blocks = iter(self.blocks)
@@ -237,7 +230,7 @@ class UNet(Backbone):
 
     @compiled
     def embed(self, x: Tokens, marks: Positions | None) -> Float[Tensor, "B C S S"]:
-        """Embeddings of the tokens, with the mark where there is one, and the first convolution."""
+        """Embed tokens and marks, and apply the first convolution."""
         weight = self.token.weight
         # the gradient of an embedding of few symbols is many atomic additions to few addresses, that of a product none
         use_product = x.is_cuda and torch.is_grad_enabled()
@@ -247,14 +240,14 @@ class UNet(Backbone):
         return self.stem(as_map(rows))
 
     def grouped(self, values: Float[Tensor, "*N P"], groups: int) -> Float[Tensor, "*N G"]:
-        """Positions of a finer map lie in squares of a coarser one."""
+        """Sum over the positions of a finer map that lie in each square of a coarser one."""
         coarse = math.isqrt(groups)
         each = math.isqrt(values.shape[-1]) // coarse
         squares = values.unflatten(-1, (coarse, each, coarse, each))
         return squares.sum((-3, -1)).flatten(-2)
 
-    def _films(self, t: PerRow, cond: Float[Tensor, "B Z"] | None) -> Float[Tensor, "B _F"]:
-        """Scale and shift of every block from the time vector, with the latent appended where there is one."""
+    def _films(self, t: PerRow, cond: Latents) -> Float[Tensor, "B _F"]:
+        """Compute scale and shift of every block from the time vector, followed by the latent if there is one."""
         vector = self.time(time_features(t.to(self.token.weight.dtype), self.time_size))
         if cond is not None:
             vector = torch.cat([vector, cond.to(vector.dtype)], dim=-1)

@@ -16,6 +16,7 @@ from emoe.types import Tokens
 
 AT_ONCE = 4096  # positions that a sampler draws from at a time
 ROWS = {"cpu": 256, "cuda": 16_384}  # of a network call where components are enumerated
+BUDGET = 200_000  # most components times rows that are enumerated
 
 # Uniforms of 0 and 1 would give infinite noise; 53 bits hold everything in between.
 _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53
@@ -23,12 +24,12 @@ _SMALLEST, _LARGEST = 2.0**-1000, 1 - 2.0**-53
 
 @compiled
 def gumbel_from_uniform(u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Standard Gumbel noise g = -log(-log u) in float64, finite for every u in [0, 1]."""
+    """Return standard Gumbel noise g = -log(-log u) in float64, finite for every u in [0, 1]."""
     return -torch.log(-torch.log(u.double().clamp(_SMALLEST, _LARGEST)))
 
 
 def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, "..."]:
-    """Standard Gumbel noise in float64.
+    """Draw standard Gumbel noise in float64.
 
     Single precision would cut the right tail at 16.6 (uniforms of 24 bits), which makes tokens of small
     probability impossible instead of rare; 53 bits reach 36.7.
@@ -37,15 +38,15 @@ def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, 
 
 
 def draw_categorical(log_probs: Float[Tensor, "*S V"], generator: torch.Generator) -> Int[Tensor, "*S"]:
-    """Exact draws from (unnormalised) log-probabilities in float64: arg max of (log p + Gumbel), never one of -inf."""
+    """Draw exactly from (unnormalised) log-probabilities in float64: arg max of (log p + Gumbel), never one of -inf."""
     return (log_probs.double() + gumbel(tuple(log_probs.shape), generator)).argmax(-1)
 
 
 def top_p(logits: Float[Tensor, "*S V"], p: float) -> Float[Tensor, "*S V"]:
-    """Log-probabilities of the nucleus: the most likely symbols, up to the one with which their sum reaches p.
+    """Return log-probabilities of the nucleus: the most likely symbols, up to the one with which their sum reaches p.
 
-    The others get -inf; what is left is not normalised again. Sums are in float64, of equals the first comes first,
-    and the most likely symbol always stays. p = 1 returns its argument.
+    The others get -inf; the rest is not normalised again. Sums are in float64, of equals the first comes first, and the
+    most likely symbol always stays. p = 1 returns its argument.
     """
     if p >= 1:
         return logits
@@ -57,17 +58,15 @@ def top_p(logits: Float[Tensor, "*S V"], p: float) -> Float[Tensor, "*S V"]:
 
 
 def categorical_kl(log_q: Float[Tensor, "*S E"], log_p: Float[Tensor, "*S E"]) -> Float[Tensor, "*S"]:
-    """KL(q || p) = sum_e q_e (log q_e - log p_e) of normalised log-probabilities (inner sum of Eq. 8)."""
+    """Return KL(q || p) = sum_e q_e (log q_e - log p_e) of normalised log-probabilities (inner sum of Eq. 8)."""
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def each_component(
-    xt: Tokens, count: int, *, budget: int, what: str
-) -> Iterator[tuple[Int[Tensor, "N L"], Int[Tensor, " N"]]]:
-    """All pairs of a row of xt and one of `count` components, in batches; more than `budget` pairs are refused."""
-    if count * len(xt) > budget:
+def each_component(xt: Tokens, count: int, what: str) -> Iterator[tuple[Int[Tensor, "N L"], Int[Tensor, " N"]]]:
+    """Yield all pairs of a row of xt and one of `count` components, in batches; more than `BUDGET` are refused."""
+    if count * len(xt) > BUDGET:
         raise ConfigError(
-            f"budget: {what}, times {len(xt)} rows; that is more than {budget}, and too many to enumerate; ask for "
+            f"budget: {what}, times {len(xt)} rows; that is more than {BUDGET}, and too many to enumerate; ask for "
             "bound@T or iw@T,K, which need no enumeration"
         )
     pairs = torch.cartesian_prod(torch.arange(len(xt), device=xt.device), torch.arange(count, device=xt.device))

@@ -18,7 +18,7 @@ MIN_ROWS = 64  # from which on the masked share of a batch is close enough to a 
 
 
 def has_room(scored: Positions, room: float, draws: int = 1) -> Bool[Tensor, ""] | None:
-    """Whether `total_and_target` has room for K draws of all scored positions; None where it computes all positions."""
+    """Return whether `total_and_target` has room for K draws of all scored positions; None if it computes them all."""
     if room == 1 or len(scored) * draws < MIN_ROWS:
         return None
     return scored.sum() <= math.ceil(room * draws * scored.numel()) // draws
@@ -31,13 +31,13 @@ def total_and_target(
     target: Tokens,
     scored: Positions,
     chunk: int,
-    room: float = 1.0,
+    room: float,
 ) -> tuple[PerToken, PerToken]:
-    """log sum_y exp(a_y) and a_target of the logits a = W h + b, at scored positions; 0 at the others.
+    """Return log sum_y exp(a_y) and a_target of the logits a = W h + b, at scored positions; 0 at the others.
 
-    Logits are computed for `chunk` positions at a time, in the forward and again in the backward pass: chunk * V
-    numbers are held instead of several times B * L * V. Values and gradients are those of all at once, in the precision
-    of autocast where it is on. Entries of -inf in the bias take no part in the sum.
+    Logits are computed for `chunk` positions at a time, in the forward and again in the backward pass: memory holds
+    chunk * V numbers instead of several times B * L * V. Values and gradients are those of all at once, in the
+    precision of autocast if it is on. Entries of -inf in the bias do not count in the sum.
 
     With `room` < 1 and from `MIN_ROWS` rows on, logits are computed for that share of all positions, into which the
     scored ones are moved (docs/decisions/0023-masked-logits.md); a step without `has_room` must be refused.
@@ -50,9 +50,9 @@ def total_and_target(
     count, size = len(here), math.ceil(room * len(here))
     rank = here.cumsum(0) - 1  # of each scored position among them
     fits = here & (rank < size)
-    # One more place takes what does not belong there. Unfilled places read position 0, and nobody reads them.
-    places = torch.zeros(size + 1, dtype=torch.int64, device=h.device)
-    taken = places.scatter(0, torch.where(fits, rank, size), torch.arange(count, device=h.device))[:-1]
+    # One more slot takes the positions that do not fit. Unfilled slots read position 0, and nothing reads them.
+    slots = torch.zeros(size + 1, dtype=torch.int64, device=h.device)
+    taken = slots.scatter(0, torch.where(fits, rank, size), torch.arange(count, device=h.device))[:-1]
     filled = torch.arange(size, device=h.device) < here.sum()
     rank = rank.clamp(0, size - 1)
     moved = _Moved.apply(h.flatten(0, 1), taken, filled, rank, fits)
@@ -113,7 +113,7 @@ class _TotalAndTarget(torch.autograd.Function):
 
 @compiled_always
 def _read(logits: Float[Tensor, "N V"], target: Int[Tensor, " N"]) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """log sum_y exp(a_y) and a_target, in at least single precision."""
+    """Return log sum_y exp(a_y) and a_target, in at least single precision."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.logsumexp(-1), logits.gather(-1, target[:, None]).squeeze(-1)
 
@@ -126,7 +126,7 @@ def _by_logits(
     by_total: Float[Tensor, " N"],
     by_chosen: Float[Tensor, " N"],
 ) -> Float[Tensor, "N V"]:
-    """by_total * softmax(a) + by_chosen * one-hot(target), in the precision of the logits."""
+    """Return by_total * softmax(a) + by_chosen * one-hot(target), in the precision of the logits."""
     here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
     slope = (logits - total[:, None]).exp() * by_total[:, None]
     return (slope + torch.where(here, by_chosen[:, None], 0.0)).to(logits.dtype)
@@ -135,13 +135,13 @@ def _by_logits(
 def _aligned(
     weight: Float[Tensor, "V K"], bias: Float[Tensor, " V"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "W K"], Float[Tensor, " W"]]:
-    """Both in a precision, with symbols of probability 0 up to the next multiple of `ALIGNED`."""
+    """Cast both, and append symbols of probability 0 up to the next multiple of `ALIGNED`."""
     more = -len(weight) % ALIGNED
     return nnf.pad(weight.to(dtype), (0, 0, 0, more)), nnf.pad(bias.to(dtype), (0, more), value=-math.inf)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The precision of a matrix product with x: autocast's, where it is on and knows the device and the precision."""
+    """Return the precision of a matrix product with x: that of autocast, if it is on and applies to x."""
     kind = x.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else x.dtype

@@ -13,7 +13,7 @@ from emoe.kernels import compiled
 from emoe.types import Logits, PerRow, Positions, Tokens
 
 NEG_INF = float("-inf")
-FEW = 16  # symbols up to which a sum over them all is quicker than an index, whose gradient has to be scattered
+FEW = 16  # number of symbols up to which a sum over all is faster than an index, whose gradient is a scatter
 
 
 def mask_tokens(x: Tokens, keep: PerRow, mask_id: int, generator: torch.Generator) -> Tokens:
@@ -33,7 +33,7 @@ def _masked_where(x: Tokens, u: Float[Tensor, "B L"], keep: PerRow, mask_id: int
 
 @compiled
 def subs(logits: Logits, xt: Tokens, mask_id: int) -> Logits:
-    """log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
+    """Return log x_theta: zero mass on the mask, and clean tokens are copied (Eq. 15).
 
     At masked positions log_softmax over all symbols but the mask; elsewhere 0 at x_t and -inf at the rest.
     """
@@ -45,7 +45,7 @@ def subs(logits: Logits, xt: Tokens, mask_id: int) -> Logits:
 
 @compiled
 def log_chosen(log_x_theta: Float[Tensor, "*B L V"], x: Int[Tensor, "*B L"]) -> Float[Tensor, "*B L"]:
-    """log <x_theta^l, x^l> at every position (the terms of the sums in Eq. 17 and 19)."""
+    """Return log <x_theta^l, x^l> at every position (the terms of the sums in Eq. 17 and 19)."""
     if log_x_theta.shape[-1] > FEW:
         return log_x_theta.gather(-1, x[..., None]).squeeze(-1)
     symbol = torch.arange(log_x_theta.shape[-1], device=x.device)
@@ -53,14 +53,16 @@ def log_chosen(log_x_theta: Float[Tensor, "*B L V"], x: Int[Tensor, "*B L"]) -> 
 
 
 def reveal_probability(alpha_s: Tensor | float, alpha_t: Tensor | float) -> Tensor | float:
-    """a = (alpha_s - alpha_t) / (1 - alpha_t): chance that a masked token is revealed between t and s (Eq. 14)."""
+    """Return a = (alpha_s - alpha_t) / (1 - alpha_t), the chance that t to s reveals a masked token (Eq. 14)."""
     return (alpha_s - alpha_t) / (1 - alpha_t)
 
 
-def draw_revealed(xt: Tokens, alpha_s: float, alpha_t: float, mask_id: int, generator: torch.Generator) -> Positions:
-    """Which masked positions a reverse step from t to s reveals, each with `reveal_probability` (Eq. 2, 13-14).
+def draw_revealed(
+    xt: Tokens, chance: Float[Tensor, "B 1"] | float, mask_id: int, generator: torch.Generator
+) -> Positions:
+    """Draw the masked positions that a reverse step reveals, each with chance `reveal_probability` (Eq. 2, 13-14).
 
     It depends on no logits, so a step draws it first; then the tokens of these positions from x_theta (Eq. 3).
     """
     u = torch.rand(xt.shape, generator=generator, device=xt.device, dtype=torch.float64)
-    return (xt == mask_id) & (u < reveal_probability(alpha_s, alpha_t))
+    return (xt == mask_id) & (u < chance)

@@ -20,7 +20,7 @@ from emoe.types import PerRow
 
 
 def stratified_times(batch: int, rng: Rng, low: float = 0.0) -> PerRow:
-    """One t ~ U(low, 1] for each row, one row in each of n = batch * world equal strata (Algo. 1, line 3).
+    """Draw t ~ U(low, 1] for each row, one row in each of n = batch * world equal strata (Algo. 1, line 3).
 
     t_j = low + (1 - low) * (1 - (s_j + u_j) / n), u_j ~ U[0, 1), with s_j = (a j + b) mod n for a random b and a fixed
     stride a, which spreads any run of rows evenly over all times (docs/decisions/0013-stratified-times.md). All ranks
@@ -33,23 +33,23 @@ def stratified_times(batch: int, rng: Rng, low: float = 0.0) -> PerRow:
 
 @compiled
 def _in_strata(noise: Float[Tensor, " more"], stride: int, low: float) -> Float[Tensor, " n"]:
-    """Times of all strata from n + 1 numbers of U[0, 1): the shift's, then one for each."""
+    """Return times of all strata from n + 1 numbers of U[0, 1): first that of the shift, then one for each."""
     count = len(noise) - 1
     shift = (noise[0] * count).floor()
-    place = torch.arange(count, device=noise.device, dtype=torch.float64) * stride
-    u = ((place + shift) % count + noise[1:]) / count
+    strata = torch.arange(count, device=noise.device, dtype=torch.float64) * stride
+    u = ((strata + shift) % count + noise[1:]) / count
     return (low + (1 - low) * (1 - u)).to(torch.float32)
 
 
 @functools.cache
 def _spread_stride(count: int) -> int:
-    """The whole number nearest to count * 0.618... that is coprime to count."""
+    """Return the whole number nearest to count * 0.618... that is coprime to count."""
     target = count * (math.sqrt(5) - 1) / 2
     return min((a for a in range(1, count + 1) if math.gcd(a, count) == 1), key=lambda a: abs(a - target))
 
 
 def weighted_times(schedule: Schedule, t: Float[Tensor, "*B"], steps: int) -> tuple[Tensor, Tensor]:
-    """Times and the weights of their masked NLL, from t ~ U(0, 1].
+    """Return times and the weights of their masked NLL, from t ~ U(0, 1].
 
     With 0 steps t itself and w(t). With T steps, which must start from masks alone, a time i / T, i uniform in 1..T,
     and T times the chance that this step reveals a token, a_i = (alpha_{i-1} - alpha_i) / (1 - alpha_i) (Eq. 37).
@@ -66,7 +66,7 @@ def weighted_times(schedule: Schedule, t: Float[Tensor, "*B"], steps: int) -> tu
 
 
 def grid_times(steps: int) -> list[float]:
-    """t_i = i / T for i = 0..T (Algo. 2); it ends at alpha = 1, so no clean-up pass is needed."""
+    """Return t_i = i / T for i = 0..T (Algo. 2). The grid ends at alpha = 1, so no clean-up pass is needed."""
     if steps < 1:
         raise ValueError(f"nfe: must be >= 1, got {steps}")
     return [i / steps for i in range(steps + 1)]
@@ -77,17 +77,17 @@ class GridStep(NamedTuple):
 
     number: int  # i
     time: float  # t_i
-    alpha_s: float
-    alpha_t: float
+    alpha: float  # at t_i
+    reveal: float  # probability that a masked token is revealed
 
 
 def grid(schedule: Schedule, nfe: int) -> Iterator[GridStep]:
-    """The steps i = T..1 on the grid t_i = i / T (Algo. 2).
+    """Yield the steps i = T..1 on the grid t_i = i / T (Algo. 2).
 
-    alpha_s of the last step is 1, whatever the schedule's rounding says: it reveals every token.
+    alpha at 0 is exactly 1, without the schedule's rounding: the last step reveals every token.
     """
     times = grid_times(nfe)
     alpha: list[float] = schedule.alpha(torch.tensor(times, dtype=torch.float64)).tolist()
     alpha[0] = 1.0
     for i in range(nfe, 0, -1):
-        yield GridStep(i, times[i], alpha[i - 1], alpha[i])
+        yield GridStep(i, times[i], alpha[i], float(reveal_probability(alpha[i - 1], alpha[i])))

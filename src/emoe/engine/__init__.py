@@ -1,1 +1,1 @@
-"""The training loop and its storage. It knows `module(batch, ramp, rng) -> Loss` and nothing of what is trained."""
+"""The training loop and its storage, for any `module(batch, ramp, rng) -> Loss`."""

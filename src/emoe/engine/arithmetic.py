@@ -1,4 +1,4 @@
-"""Arithmetic settings of the process, set for a block of work and restored afterwards."""
+"""Arithmetic settings of the process for a `with` block."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class _Settings(NamedTuple):
 
 _lock = threading.Lock()
 _active: dict[object, tuple[int, _Settings]] = {}  # thread and settings of each block under way, oldest first
-_original: list[_Settings] = []  # what was set before the first of them
+_original: list[_Settings] = []  # the settings before the first of them
 
 
 @contextlib.contextmanager
 def arithmetic(precision: Precision, *, deterministic: bool = False) -> Iterator[None]:
-    """Settings for matrix products and cuDNN, for the length of a `with` block.
+    """Set the arithmetic of matrix products and cuDNN in a `with` block.
 
-    They hold for the whole process, so blocks in several threads must agree; when the last one ends, the settings from
-    before the first are restored. Unless `deterministic`, cuDNN tries its convolutions and takes the fastest.
+    The settings are those of the process, so blocks in several threads must agree; when the last one ends, the settings
+    before the first are restored. Unless `deterministic`, cuDNN benchmarks its convolutions.
 
     Raises:
-        ConfigError: Another thread works with other settings.
+        ConfigError: Another thread uses other settings.
     """
     wanted = _Settings("highest" if precision == "fp32" else "high", 2 * deterministic, not deterministic)
     block, thread = object(), threading.get_ident()

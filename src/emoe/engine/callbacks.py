@@ -1,4 +1,4 @@
-"""Callbacks watch a run: progress, TensorBoard, W&B, signals, deadlines, early stopping, posterior collapse."""
+"""Callbacks of a run: progress, TensorBoard, W&B, signals, deadlines, early stopping, posterior collapse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable as Function
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
@@ -23,26 +22,25 @@ from emoe.engine.metricslog import read_metrics
 from emoe.rng import derive_seed
 
 _SHOW_CURSOR = b"\x1b[?25h"
-GRACE, PATIENCE = 0.1, 0.04  # shares of training: before collapse is looked for, and for which it must last
+GRACE, PATIENCE = 0.1, 0.04  # shares of training: without checks for collapse at first, and for which it must last
 
 
 class Stop(NamedTuple):
-    """Why a run should end after the current step."""
+    """A request to end a run after the current step."""
 
     reason: str
-    signal: int = 0  # the signal that asked for it, if one did
-    failed: bool = False  # whether the run is to end with an error after it was saved
+    signal: int = 0  # its number; 0: no signal
+    failed: bool = False  # whether the run ends with an error after it is saved
 
 
-@dataclass(frozen=True)
-class FitInfo:
+class FitInfo(NamedTuple):
     """A run at its start."""
 
     total: int
     start: int
     run_dir: Path
     device: torch.device
-    notes: tuple[str, ...] = ()  # for the log: kernels in use, settings that are switched off
+    notes: tuple[str, ...] = ()  # for the log: kernels in use, disabled settings
 
     def records(self) -> list[dict[str, Any]]:
         """The log records of a resumed run up to its first step."""
@@ -50,24 +48,23 @@ class FitInfo:
         return [record for record in read_metrics(path) if record["step"] <= self.start] if self.start else []
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """How a call of `fit` ended: the last step, seconds spent, and why it stopped early, if it did."""
+class FitResult(NamedTuple):
+    """The end of a call of `fit`."""
 
     step: int
     seconds: float
-    stop: Stop | None
+    stop: Stop | None  # the request that ended it early
 
     @property
     def signal(self) -> int | None:
-        """The signal that stopped it, or None."""
-        return self.stop.signal or None if self.stop is not None else None
+        """The signal that ended it, or None."""
+        return (self.stop and self.stop.signal) or None
 
 
 class Callback:
-    """Watches a run. Its methods do nothing by default; an exception in one ends the run, which can be resumed.
+    """Base of callbacks, whose methods do nothing; an exception in one ends the run, which can be resumed.
 
-    With several processes rank 0 alone calls them, except for `should_stop`.
+    With several processes only rank 0 calls them, except for `should_stop`.
     """
 
     def on_start(self, info: FitInfo) -> None:
@@ -86,7 +83,7 @@ class Callback:
         """Called once after the last step; None if an exception ended the run."""
 
     def should_stop(self, step: int) -> Stop | None:
-        """Whether the run should end after this step. Any process can stop all."""
+        """Ask for the end of the run after this step. Any process can stop all."""
         return None
 
 
@@ -98,7 +95,8 @@ class ProgressBar(Callback):
         self.progress = Progress(0, quiet=True)
 
     def on_start(self, info: FitInfo) -> None:
-        self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet).__enter__()
+        self.progress = Progress(info.total, info.start, self.label, quiet=self.quiet)
+        self.progress.update(info.start)
         for note in info.notes:
             self.progress.note(note)
 
@@ -115,7 +113,7 @@ class ProgressBar(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes every scalar of a log record as TensorBoard events into the run folder."""
+    """Writes all scalars of log records as TensorBoard events into the run folder."""
 
     def on_start(self, info: FitInfo) -> None:
         try:
@@ -135,14 +133,14 @@ class TensorBoard(Callback):
 
 
 class WandB(Callback):
-    """Logs every scalar to Weights & Biases, where the package is installed; a resumed run continues its log."""
+    """Logs all scalars to Weights & Biases, if the package is installed; a resumed run continues its log."""
 
     def on_start(self, info: FitInfo) -> None:
         try:
             import wandb
         except ImportError:
             raise ConfigError(["wandb: the package is missing; pip install wandb"]) from None
-        # Folders of several sweeps have the same name: the id is of the whole path.
+        # Folders of several sweeps have the same name: the id is that of the whole path.
         id_ = f"{derive_seed(info.run_dir.resolve()):016x}"
         self.run: Any = wandb.init(dir=str(info.run_dir), name=info.run_dir.name, id=id_, resume="allow")
 
@@ -160,9 +158,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class StopSignal(Callback):
-    """While the `with` block runs, the first SIGINT or SIGTERM only sets `requested`, the number of the signal.
+    """In its `with` block the first SIGINT or SIGTERM only sets `requested`, the number of the signal.
 
-    As a callback it ends a run after the step under way. Outside the main thread, where Python allows no handlers, the
+    As a callback it ends a run after the current step. Outside the main thread, where Python allows no handlers, the
     block does nothing.
     """
 
@@ -171,9 +169,8 @@ class StopSignal(Callback):
         self._former: dict[int, Any] = {}
 
     def ask(self) -> None:
-        """Ask for a stop from within, as a SIGTERM from outside would."""
-        if self.requested is None:
-            self.requested = signal.SIGTERM
+        """Ask for a stop like a SIGTERM."""
+        self.requested = self.requested or signal.SIGTERM
 
     def should_stop(self, step: int) -> Stop | None:
         return None if self.requested is None else Stop(f"signal {self.requested}", self.requested)
@@ -215,7 +212,7 @@ class Deadline(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends the run when a number of the log has not improved for `patience` records that hold it; lower is better."""
+    """Ends the run when a number of the log has not fallen for `patience` records that contain it."""
 
     def __init__(self, metric: str, patience: int):
         self.metric, self.patience = metric, patience
@@ -244,10 +241,9 @@ class CollapseError(RuntimeError):
 
 
 class CollapseWarning(Callback):
-    """Warns once, or ends the run, when `describe` finds posterior collapse for a while.
+    """Warns once, or ends the run, when `describe` finds posterior collapse in all records over a 25th of all steps.
 
-    After the first tenth of training all records over a 25th of all steps must show it, whatever the interval between
-    two records.
+    The first tenth of training is not checked. A resumed run reads the earlier records again.
     """
 
     def __init__(self, describe: Function[[Mapping[str, Any]], str | None], *, stop: bool = False):
@@ -256,11 +252,9 @@ class CollapseWarning(Callback):
         self._total, self._since, self._warned = 0, math.inf, False
 
     def on_start(self, info: FitInfo) -> None:
-        self._total, records = info.total, info.records()
-        warned = any("warning" in record for record in records)
-        for record in records:
+        self._total = info.total
+        for record in info.records():
             self.on_log(record)
-        self._warned = warned
 
     def on_log(self, record: dict[str, Any]) -> None:
         step = record["step"]

@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill at any instant: safetensors files and a manifest, committed by a rename.
 
-A checkpoint is a folder `step-000001234`. It is written under a temporary name, every file is forced to the
-disk, the manifest (sizes and SHA-256 of all files, sealed by a SHA-256 of its own) comes last, and the rename
-makes it real. A reader sees a whole one or none. Tensors are safetensors, the rest is JSON; no pickle.
+A checkpoint is a folder `step-000001234`. It is written under a temporary name, every file is synced to the disk, the
+manifest (sizes and SHA-256 of all files, sealed by a SHA-256 of its own) comes last, and a rename commits it. A reader
+sees a whole one or none. Tensors are safetensors, the rest is JSON; no pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from emoe import files as storage
-from emoe.config import ConfigError
 from emoe.files import DAMAGED, StorageError
 
 SCHEMA = 1
@@ -54,19 +53,17 @@ class File(NamedTuple):
 def save(
     root: Path, step: int, tensors: Groups, meta: Mapping[str, Any], keep: int, *, max_file_bytes: float = math.inf
 ) -> Path:
-    """Write the checkpoint of a step; an intact one of the same step is left as it is.
+    """Write the checkpoint of a step, unless there is an intact one.
 
-    `meta` are JSON values. Of the older checkpoints so many stay that `keep` are valid; at least 2, since the newest is
-    the one a disk fault hits. Groups are split into files of at most `max_file_bytes`, except for a larger tensor.
+    `meta` are JSON values. Checkpoints older than the `keep` newest valid ones are removed. Groups are split into files
+    of at most `max_file_bytes`, except for a larger tensor.
 
     Raises:
-        StorageError: Disk full or not writable. Nothing is left behind and older checkpoints are as before.
+        StorageError: The disk is full or not writable; older checkpoints are unchanged.
     """
-    if keep < 2:
-        raise ConfigError([f"keep: must be >= 2, got {keep}"])
     storage.prepare(root)
     path, files = root / f"step-{step:09d}", dict[str, Any]()
-    # All bytes are read here: a run that went on from an older checkpoint must not trust the damaged one.
+    # All bytes are read: a run that was resumed from an older checkpoint must replace a damaged one.
     if path.exists() and _is_sound(path, load):
         return path
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
@@ -87,7 +84,7 @@ def save(
 
 
 def latest(root: Path) -> Path | None:
-    """The newest checkpoint with a sound manifest and files of the right sizes; none of them is read."""
+    """The newest checkpoint with a sound manifest and files of the right sizes, which are not read."""
     return next((folder for folder in reversed(_folders(root)) if _is_sound(folder)), None)
 
 
@@ -158,10 +155,7 @@ def _is_sound(folder: Path, read: Callable[[Path], object] = _read_manifest) -> 
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Drop what is older than the `keep` newest valid checkpoints up to the one just written.
-
-    Later ones do not count: they are there only if they were damaged and the run went on from an older one.
-    """
+    """Remove checkpoints older than the `keep` newest valid ones up to `step`; later ones are damaged."""
     upto = [folder for folder in _folders(root) if _step_of(folder) <= step]
     valid = [folder for folder in upto if _is_sound(folder)]
     for folder in upto[: upto.index(valid[-keep])] if len(valid) >= keep else []:
@@ -191,20 +185,17 @@ def split(group: str, members: Mapping[str, Tensor], limit: float) -> dict[str, 
 
 def to_bytes(members: Mapping[str, Tensor]) -> bytes:
     """Contents of the safetensors file of these tensors, whatever their device, layout and order."""
-    ready, addresses = dict[str, Tensor](), set()
+    copies = {}
     for name, tensor in sorted(members.items()):
-        tensor = tensor.detach().cpu().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        # The format refuses tensors that share memory (tied weights, views of a buffer); a copy is the same.
-        ready[name] = tensor.clone() if address in addresses else tensor
-        addresses.add(address)
-    return safetensors.torch.save(ready)
+        # The format refuses tensors that share memory (tied weights, views of a buffer).
+        copies[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return safetensors.torch.save(copies)
 
 
 def read_tensors(path: Path, sha256: str, remedy: str = DAMAGED) -> dict[str, Tensor]:
     """The tensors of a file with this SHA-256; a StorageError with the remedy if they cannot be read."""
     data = storage.read_verified(path, sha256, remedy)
-    # The library reads zips and pickles as absurd header lengths; the form is checked before it is asked.
+    # The library would read a zip or a pickle as an absurd header length, so the form is checked first.
     if data[8:9] != b"{" or int.from_bytes(data[:8], "little") > len(data) - 8:
         raise StorageError(path, "is no safetensors file; pickles and other formats are never loaded", remedy)
     try:

@@ -1,4 +1,4 @@
-"""The training loop: steps, log records, checkpoints, a clean stop, exact resumption."""
+"""The training loop: steps, log records, checkpoints, clean stops, exact resumption."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def fit(
     rng: Rng,
     run_dir: Path,
     resume: bool = False,
+    claim: Callable[[], object] = lambda: None,
     meta: Mapping[str, Any] = {},
     callbacks: Sequence[Callback] = (),
     world: World = ALONE,
 ) -> FitResult:
-    """Train `module` to `train.steps` updates in `run_dir`, whose lock is held meanwhile.
+    """Train `module` to `train.steps` updates in `run_dir`, which is locked from `claim()` to the end.
 
     A run that is killed at any moment and resumed ends with the same weights, bit for bit, as one that was not (on a
     CPU; on a GPU if it is `deterministic`).
 
-    With a `world` of several processes all of them call this with the same arguments, except for the rank of `rng` and
-    its part of the batches. They stop at the same step when one of them is asked to; rank 0 writes everything.
+    All processes of a `world` call this with the same arguments, except for the rank of `rng` and its part of the
+    batches. They stop at the same step when one of them is asked to. Rank 0 calls `claim` and writes all files.
 
     Raises:
         StorageError: A checkpoint cannot be written or read.
@@ -64,14 +65,18 @@ def fit(
     folder, watching = run_dir / "checkpoints", callbacks if world.leads else ()
     with ExitStack() as stack:
         stack.enter_context(arithmetic(train.precision, deterministic=train.deterministic))
-        if world.leads:
+
+        def begin() -> None:
             stack.enter_context(run_lock(run_dir))
+            claim()
             prepare(folder)
+
+        world.lead(begin)
         stepper = Stepper(module, batches, ramps, optim=optim, train=train, rng=rng, world=world)
         step = start = _restore(stepper, folder) if resume else 0
         world.check_same(str(start), "they read different checkpoints; all must see the same run folder")
         log = stack.enter_context(MetricsLog(run_dir / "metrics.jsonl", start)) if world.leads else None
-        saved = start or -1  # a run that is stopped before its first step leaves a checkpoint too
+        saved = start or -1  # a run that is stopped before its first step has a checkpoint too
 
         def save() -> None:
             nonlocal saved
@@ -83,7 +88,7 @@ def fit(
                 for callback in watching:
                     callback.on_checkpoint(step, path)
             saved = step
-            world.agree(0)  # the others wait: whoever ends before it is written may end all
+            world.agree(0)  # wait: the end of one process before the checkpoint is written could end all
 
         began, result = time.monotonic(), None
         for callback in watching:
@@ -122,14 +127,14 @@ def _restore(stepper: Stepper, folder: Path) -> int:
 
 
 def _asked(callbacks: Sequence[Callback], step: int, world: World) -> Stop | None:
-    """The stop that a callback of any rank asks for; all ranks get one of the same kind."""
+    """The request of a callback of any rank to stop, with the same signal and failure on all ranks."""
     own = next((stop for callback in callbacks if (stop := callback.should_stop(step))), None)
     asked, signal, failed = world.agree(*((1, own.signal, own.failed) if own else (0, 0, 0)))
     return Stop("another rank stopped", signal, bool(failed)) if asked and not own else own
 
 
 def _record(stepper: Stepper, step: int) -> dict[str, Any]:
-    """One log record: the numbers of this step alone, so that it does not depend on when a run was interrupted."""
+    """A log record, with numbers of this step alone: interruptions of the run do not change it."""
     assert stepper.loss is not None
     optimizer = stepper.optimizer
     return {

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, appended, cut back on resume, read with non-finite numbers restored."""
+"""`metrics.jsonl`: a JSON object per line, appended; later lines are dropped on resumption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends one JSON object for each call to the log of a run that starts after `step`.
+    """Appends records to the log of a run that starts after `step`.
 
     Later lines and a torn one are dropped first, so that no step is logged twice after a kill. Each line reaches the
     kernel before `write` returns.
@@ -34,14 +34,14 @@ class MetricsLog:
             self._file = open(path, "ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log a `step` and its numbers, texts, lists or small tensors; nan and inf become texts."""
+        """Append a `step` with numbers, texts, lists or small tensors; nan and inf are written as texts."""
         line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False).encode() + b"\n"
         with self._checked():
             while line:
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk: done before a checkpoint, none is lost in a power cut."""
+        """Wait until all lines are on the disk; before a checkpoint, so that a power cut loses none."""
         os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:
@@ -59,7 +59,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, numbers that are not finite restored; a torn line is left out."""
+    """All records of a metrics file, with nan and inf as numbers; a torn line is left out."""
     records = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if _step_of(line) < math.inf:

@@ -49,7 +49,7 @@ class Optimizer:
     """One update: clip, refuse non-finite gradients, Adam, moving average. No host synchronisation anywhere.
 
     A step whose loss or gradient norm is not finite changes nothing; `skipped` counts such steps, `skipped_in_row`
-    those since the last good one. The learning rate is a tensor, so a captured CUDA graph sees its changes.
+    those since the last good one. The learning rate is a tensor, which a captured CUDA graph reads at each replay.
     """
 
     def __init__(self, module: nn.Module, config: OptimConfig, *, ema: float, lr: Tensor, ema_decay: Tensor):
@@ -61,10 +61,6 @@ class Optimizer:
         self.adam = kind(self.params, lr=lr, **options, fused=True, capturable=lr.is_cuda)
         self.ema: list[Tensor] = [p.detach().clone() for p in self.params] if ema else []
         self.grad_norm, self.skipped, self.skipped_in_row = torch.zeros(3, device=self.params[0].device).unbind()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.adam.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def step(self, loss: Tensor, valid: Tensor | None = None) -> None:
@@ -102,7 +98,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state` returned."""
+        """Restore the tensors of `state`."""
         saved = groups["optim"]
         for name, p in zip(self.names, self.params, strict=True):
             keys = [key for key in saved if key.rsplit("/", 1)[0] == name]
@@ -114,11 +110,11 @@ class Optimizer:
 
 
 def _laid_out_like(p: Tensor, saved: Tensor) -> Tensor:
-    """A copy on p's device; in p's order in memory too where it has p's shape, as the fused kernels demand."""
+    """A copy on p's device; a tensor of p's shape gets p's memory format, as the fused kernels require."""
     where = torch.empty_like(p) if saved.shape == p.shape else torch.empty(saved.shape, device=p.device)
     return where.to(saved.dtype).copy_(saved)
 
 
 def ema_decay(decay: float, step: int) -> float:
-    """Decay of the moving average at update h: min(decay, (1 + h) / (10 + h)), so early weights do not linger."""
+    """Decay of the moving average at update h: min(decay, (1 + h) / (10 + h)), which forgets early weights."""
     return min(decay, (1 + step) / (10 + step))

@@ -22,38 +22,29 @@ from emoe.types import Loss
 WARMUP_STEPS = 3  # eager steps before capture: they create gradients, moments and generators
 TABLE_STEPS = 1024  # steps whose numbers go to the device at once: a copy per step would stall the GPU
 
-# Held while a thread compiles (in its first steps) or captures: compilers time kernels and wait for the whole device,
+# Locked while a thread compiles (in its first steps) or captures: compilers time kernels and wait for the whole device,
 # which ends another thread's capture.
 _ALONE = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """How long and how training runs, and what it leaves behind."""
+    """Length, batch, arithmetic, log records and checkpoints of training."""
 
     steps: int = option(24_000, doc="number of updates", low=1)
     batch: int = option(512, doc="rows per update, over all ranks", low=1)
-    accumulate: int = option(
-        1, doc="equal parts that each process cuts its rows of an update into, to save memory", low=1, neutral=True
-    )
+    accumulate: int = option(1, doc="equal parts of a process's rows per update, to save memory", low=1, neutral=True)
     ema: float = option(0.0, doc="decay of the moving average of the weights; 0 = none", low=0, high=0.999999)
-    precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs know fp32 and bf16 only")
+    precision: Precision = option("tf32", doc="arithmetic of matrix products; CPUs have only fp32 and bf16")
     cuda_graph: bool = option(True, doc="capture the step as a CUDA graph where there is a GPU", neutral=True)
-    deterministic: bool = option(
-        False, doc="only kernels that give equal bits each time: resumption is then exact on a GPU too, and slower"
-    )
+    deterministic: bool = option(False, doc="only kernels that repeat their bits: slower, but exact on a GPU too")
     log_every: int = option(100, doc="steps between two log records", low=1, neutral=True)
     save_every: int = option(2_000, doc="steps between two checkpoints", low=1, neutral=True)
     keep: int = option(2, doc="checkpoints kept", low=2, neutral=True)
     max_file_mb: int | None = option(
-        None,
-        doc="largest file of a checkpoint in 10^6 bytes, except for a single larger tensor; none = no limit",
-        low=1,
-        neutral=True,
+        None, doc="largest checkpoint file in 10^6 bytes, unless one tensor is larger; none = any", low=1, neutral=True
     )
-    stop_on_collapse: bool = option(
-        False, doc="end a run whose log shows posterior collapse; without it, there is a warning only", neutral=True
-    )
+    stop_on_collapse: bool = option(False, doc="end a run on posterior collapse instead of warning", neutral=True)
 
     def conflicts(self) -> Iterator[str]:
         if self.batch % self.accumulate:
@@ -68,7 +59,7 @@ class Stepper:
 
     With `accumulate` = k the rows of a step are cut into k equal parts, one after the other in memory; their
     gradients, losses and logs are averaged, and then averaged over the ranks of `world`. Each part has random streams
-    of its own (`Rng.part`). Terms that are not means over rows are means over parts of what each part gives.
+    of its own (`Rng.part`). Terms that are not means over rows are averaged over the parts.
     """
 
     def __init__(
@@ -87,7 +78,7 @@ class Stepper:
         self.parts = [rng.part(number, train.accumulate) for number in range(train.accumulate)]
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what convolutions want
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # for convolutions
         self.values = torch.zeros(len(self.ramps) + 2, device=self.device)  # ramps, learning rate, EMA decay
         self.ramp = {name: self.values[i] for i, name in enumerate(self.ramps)}
         self.optimizer = Optimizer(module, optim, ema=train.ema, lr=self.values[-2], ema_decay=self.values[-1])
@@ -100,7 +91,6 @@ class Stepper:
             self.notes += ("CUDA graphs are off with several ranks",)
         self._eager_steps = 0
         self._stream: torch.cuda.Stream | None = None
-        self._batch: Tensor | None = None
         self._table, self._table_start = self.values[None], -1
 
     def numbers_at(self, step: int) -> dict[str, float]:
@@ -121,12 +111,11 @@ class Stepper:
                 self.loss = self._train(batch)
             self._eager_steps += 1
         else:
-            if self._batch is None:
-                self._batch = batch.clone()
-            self._batch.copy_(batch)
             if self.graph is None:
+                self._batch = batch.clone()
                 self.graph = self._capture(self._batch)
                 self._seed(step)  # capture does not run the kernels, but it moves the generators
+            self._batch.copy_(batch)
             self.graph.replay()
 
     def _seed(self, step: int) -> None:
@@ -141,7 +130,7 @@ class Stepper:
         return self._table[step - start]
 
     def _train(self, batch: Tensor) -> Loss:
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         count = len(self.parts)
         if len(batch) % count:
             raise ConfigError([f"train.accumulate: {len(batch)} rows cannot be cut into {count} equal parts"])
@@ -152,7 +141,7 @@ class Stepper:
         return loss
 
     def _backward(self, rows: Tensor, rng: Rng) -> Loss:
-        """Add this part's share to the gradients; its loss and log."""
+        """Add the gradients of a part; return its loss and log, detached."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bf16"):
             loss = self.module(rows, self.ramp, rng)
         count = len(self.parts)
@@ -161,7 +150,7 @@ class Stepper:
         return Loss(loss.total.detach(), log, loss.valid, loss.refusal)
 
     def _exchange(self, loss: Loss) -> Loss:
-        """Gradients, loss and log as means over the ranks: what follows is the same everywhere, refusals included."""
+        """Average gradients, loss and log over the ranks, so that all ranks update alike, refusals included."""
         params = self.optimizer.params
         # A parameter that no rank used must stay without a gradient, or weight decay and moments would act on it.
         used = self.world.agree(*(p.grad is not None for p in params))
@@ -183,7 +172,7 @@ class Stepper:
         for part in self.parts:
             for generator in part.generators():
                 graph.register_generator_state(generator)
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         # Other threads may train on streams of their own: one capture at a time, and it must not forbid their calls.
         with _ALONE, torch.cuda.graph(graph, stream=self._side_stream(), capture_error_mode="thread_local"):
             self.loss = self._train(batch)

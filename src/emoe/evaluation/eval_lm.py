@@ -1,22 +1,21 @@
-"""Evaluation language models: models that did not make the samples score them and give features of them.
+"""Evaluation language models (LMs), which score samples of other models and compute features of them.
 
 - `RunLM` is a run of `ar` of this package, on the tokens of the samples themselves; its NLL is exact.
 - `HuggingFaceLM` is any causal language model in a local Hugging Face folder, such as GPT-2 large. Samples are decoded
   to text and split into its own tokens. It needs the extra `judge`.
 
-Compare only numbers of one model under one setting (see `emoe.evaluation.gen_ppl`). Its perplexity of held-out text
-shows how far to trust it. Never train on its scores, nor select a model by them.
+Compare only numbers of one LM under one setting (see `emoe.evaluation.gen_ppl`). Its perplexity of held-out text shows
+how reliable it is. Never train on its scores, nor select a model by them.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,9 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as nnf
+from torch.nn.utils.rnn import pad_sequence
 
 from emoe.config import ConfigError
-from emoe.domains.base import DataError
+from emoe.domains.base import DataError, Domain
 from emoe.domains.text.data import Text
 from emoe.runs.run import Run
 from emoe.runs.train import load_run, pick_device
@@ -41,21 +41,21 @@ class EvalLM(ABC):
 
     kind: ClassVar[str]  # in manifests
     name: str
-    sha256: str  # of everything that decides its scores
+    sha256: str  # of weights and tokenizer
     dtype: str
-    context: int  # tokens that it scores at a time
-    end: int | None = None  # the token that ends texts, if it has one
-    pooling: ClassVar[str]  # which hidden states are features
+    context: int  # most tokens in a call
+    end: int | None = None  # the token that ends texts, if there is one
+    pooling: ClassVar[str]  # hidden states that are features: last, mean
 
     @abstractmethod
     def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
-        """Its tokens of each row."""
+        """The tokens of each row in the vocabulary of the LM."""
 
     @abstractmethod
     def nll(self, tokens: Int[Tensor, "B W"], *, start: bool) -> Float[Tensor, "B W"]:
         """-log p(token | earlier tokens of the row) in nats, on the CPU, for W up to `context`.
 
-        With `start` the start token precedes the first token. Without, the first value has no meaning.
+        With `start` the start token precedes the first token; otherwise the first value is meaningless.
         """
 
     @abstractmethod
@@ -63,63 +63,58 @@ class EvalLM(ABC):
         """Features for MAUVE: last hidden states, on the CPU."""
 
     def describe(self) -> dict[str, Any]:
-        """Its part of a manifest."""
+        """Entries of a manifest."""
         return {name: getattr(self, name) for name in ("kind", "name", "sha256", "dtype", "context", "pooling")}
 
 
 class RunLM(EvalLM):
     """A run of a causal network of this package, such as method `ar`: exact NLL of the tokens of the samples.
 
-    The network reads the row shifted right by one behind the mask symbol, so its output at l is p(x^l | x^<l), also
-    for l = 0. Special tokens are tokens like any other, and no token ends a text. Features are the mean over positions:
-    the last hidden state of a small network mostly predicts the next token.
+    The network reads the mask symbol and then the row, so its output at l is p(x^l | x^<l), also for l = 0. Special
+    tokens are tokens like any other, and no token ends a text. Features are the mean over positions: the last hidden
+    state of a small network mostly predicts the next token.
     """
 
     kind, pooling = "run", "mean"
 
     def __init__(self, run: Run):
-        self.run = run
-        if not self.run.experiment.method.needs().causal:
-            kind = self.run.experiment.method.kind
-            raise ConfigError([f"eval-lm: {self.run.path} holds {kind!r}, which has no exact NLL; give a run of 'ar'"])
-        self.backbone, self.space = self.run.method.backbone, self.run.method.space
-        self.name, self.context = self.run.path.name, self.space.length
+        method = run.experiment.method
+        if not method.needs().causal:
+            raise ConfigError(f"eval-lm: {run.path} holds {method.kind!r}, which has no exact NLL; give a run of 'ar'")
+        self.run, self.backbone, self.space = run, run.method.backbone, run.method.space
+        self.name, self.context = run.path.name, self.space.length
         self.dtype = str(next(self.backbone.parameters()).dtype).removeprefix("torch.")
         self.sha256 = _hash_state(self.backbone)
         self._scored: tuple[Tensor, Tensor] | None = None  # the last tokens, and their NLL
 
     def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
-        """The rows themselves; a ConfigError if it was trained on other tokens."""
+        """The rows themselves; a ConfigError if the LM was trained on other tokens."""
         self._check(text)
-        return [list(map(int, row)) for row in rows.tolist()]
+        tokens: list[list[int]] = rows.tolist()
+        return tokens
 
     @torch.no_grad()
     def nll(self, tokens: Int[Tensor, "B W"], *, start: bool = True) -> Float[Tensor, "B W"]:
-        """See `EvalLM.nll`; the mask symbol precedes the first token in any case.
+        """See `EvalLM.nll`; the mask symbol always precedes the first token.
 
-        Settings differ in which tokens they count, so the last tokens are kept and not read twice.
+        Settings differ in which tokens they count, so the NLL of the last tokens is stored.
         """
+
+        def score(part: Int[Tensor, "b W"]) -> Float[Tensor, "b W"]:
+            logits = self.backbone.read(self._hidden(part)).flatten(0, 1)
+            return nnf.cross_entropy(logits, part.flatten(), reduction="none").view(part.shape).double()
+
         if self._scored is None or not torch.equal(self._scored[0], tokens):
-            parts = []
-            for part in tokens.split(_batch(tokens.shape[1], self.space.size)):
-                part = part.to(self.run.device)
-                logits = self.backbone.read(self._hidden(part)).flatten(0, 1)
-                nll = nnf.cross_entropy(logits, part.flatten(), reduction="none").view(part.shape)
-                parts.append(nll.double().cpu())
-            self._scored = tokens.clone(), torch.cat(parts)
+            self._scored = tokens.clone(), _in_parts(score, tokens, self.space.size, self.run.device)
         return self._scored[1].clone()
 
     @torch.no_grad()
     def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
-        """See `EvalLM.features`."""
         self._check(text)
-        parts = []
-        for part in rows.split(_batch(rows.shape[1], self.backbone.head_weights()[0].shape[1])):
-            parts.append(self._hidden(part.to(self.run.device)).float().mean(1).cpu())
-        return torch.cat(parts)
+        width = self.backbone.head_weights()[0].shape[1]
+        return _in_parts(lambda part: self._hidden(part).float().mean(1), rows, width, self.run.device)
 
     def describe(self) -> dict[str, Any]:
-        """See `EvalLM.describe`; with the text it was trained on."""
         experiment = self.run.experiment
         trained = Path(getattr(experiment.domain, "path", experiment.domain.kind or "")).name
         return super().describe() | {"recipe": experiment.name, "step": self.run.step, "trained_on": trained}
@@ -128,25 +123,19 @@ class RunLM(EvalLM):
         shifted = nnf.pad(tokens[:, :-1], (1, 0), value=self.space.mask_id)
         return self.backbone(shifted, torch.zeros(len(tokens), device=tokens.device)).h
 
-    @functools.cached_property
-    def _tokenizer(self) -> str | None:
-        """The checksum of its tokenizer; None where its text is not on this machine."""
-        try:
-            domain = self.run.domain
-        except DataError:
-            return None
-        return _tokenizer_of(domain) if isinstance(domain, Text) else None
-
     def _check(self, text: Text) -> None:
         same = (self.space.size, self.space.mask_id) == (text.space.size, text.space.mask_id)
-        other = _tokenizer_of(text)
-        if not same or (self._tokenizer and other and self._tokenizer != other):
+        try:
+            own, other = _tokenizer_of(self.run.domain), _tokenizer_of(text)
+        except DataError:  # the text of the LM is not on this machine
+            own = other = None
+        if not same or (own and other and own != other):
             problem = f"{self.name} was trained with another tokenizer than that of {text.name}"
             raise ConfigError([f"eval-lm: {problem}; train one on it"])
 
 
 class HuggingFaceLM(EvalLM):
-    """A causal language model in a folder, as Hugging Face writes them: `config.json`, safetensors and a tokenizer.
+    """A causal language model in a Hugging Face folder: `config.json`, safetensors and a tokenizer.
 
     Nothing is downloaded, no code of the folder is run, and no pickle is loaded. The start token is the model's `bos`,
     or its `eos` if it has none; for GPT-2 both are <|endoftext|>. Features are those of `mauve-text`: the last hidden
@@ -171,7 +160,7 @@ class HuggingFaceLM(EvalLM):
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError([f"eval-lm: {path} cannot be opened as a causal language model ({first})"]) from None
-        # Missing weights would be drawn at random, with no more than a warning.
+        # Missing weights would be drawn at random, with only a warning.
         if faults := sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])):
             raise ConfigError([f"eval-lm: {path} lacks weights ({', '.join(faults[:3])}); give a whole copy"])
         self.model.to(pick_device(device)).eval().requires_grad_(False)
@@ -181,16 +170,10 @@ class HuggingFaceLM(EvalLM):
         self.start = self.end if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     def encode(self, text: Text, rows: Int[Tensor, "n L"]) -> list[list[int]]:
-        """Tokens of the decoded rows, special tokens by their names; its tokenizer adds none."""
-        return self.encode_texts(text.decode(rows))
-
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of texts."""
-        if not texts:
-            return []
+        """Tokens of the decoded rows, with special tokens as text; none are added."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about texts longer than the context, which are read in windows
-            encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            encoded = self.tokenizer(text.decode(rows), add_special_tokens=False, verbose=False)["input_ids"]
         return [list(map(int, ids)) for ids in encoded]
 
     @torch.no_grad()
@@ -198,18 +181,18 @@ class HuggingFaceLM(EvalLM):
         """See `EvalLM.nll`. Tokens to the right change nothing, so rows may be filled up with any token."""
         if start and self.start is None:
             raise ConfigError([f"setting: {self.name} has no start token; use a setting that does not score the first"])
-        parts = []
-        for part in tokens.split(_batch(tokens.shape[1], self.model.config.vocab_size)):
-            part = part.to(self.model.device)
+
+        def score(part: Int[Tensor, "b W"]) -> Float[Tensor, "b W"]:
             given, target = part[:, :-1], part[:, 1:]
             if start:
                 given, target = torch.cat([part.new_full((len(part), 1), self.start), given], 1), part
-            scored = part.new_zeros(len(part), 0).double()
+            nll = part.new_zeros(len(part), 0).double()
             if given.shape[1]:
                 logits = self.model(given, use_cache=False).logits.transpose(1, 2)
-                scored = nnf.cross_entropy(logits, target, reduction="none").double()
-            parts.append((scored if start else nnf.pad(scored, (1, 0), value=math.nan)).cpu())
-        return torch.cat(parts)
+                nll = nnf.cross_entropy(logits, target, reduction="none").double()
+            return nll if start else nnf.pad(nll, (1, 0), value=math.nan)
+
+        return _in_parts(score, tokens, self.model.config.vocab_size, self.model.device)
 
     @torch.no_grad()
     def features(self, text: Text, rows: Int[Tensor, "n L"]) -> Float[Tensor, "n F"]:
@@ -228,39 +211,44 @@ def open_eval_lm(folder: str | Path, *, device: str = "auto") -> EvalLM:
     """An evaluation LM by its folder: a run, which has an `experiment.json`, or a Hugging Face model."""
     path = Path(folder)
     if not path.is_dir():
-        problem = f"{path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"
-        raise ConfigError([f"eval-lm: {problem}"])
+        raise ConfigError(
+            f"eval-lm: {path} does not exist; give the folder of a run of 'ar' or of a Hugging Face model"
+        )
     if (path / "experiment.json").is_file():
         return RunLM(load_run(path, device=device))
     return HuggingFaceLM(path, device=device)
 
 
 def import_extra(module: str) -> Any:
-    """A package of the extra `judge`; a ConfigError if it is not installed."""
+    """Import a package of the extra `judge`; a ConfigError if it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about deprecated uses of one such package in another
             return importlib.import_module(module)
     except ImportError as error:
-        missing = PACKAGES.get(error.name or module, error.name or PACKAGES.get(module, module))
-        raise ConfigError([f"{missing}: the package is missing; pip install emoe[judge]"]) from None
+        name = error.name or module
+        raise ConfigError(f"{PACKAGES.get(name, name)}: the package is missing; pip install emoe[judge]") from None
 
 
 def fill(tokens: Sequence[Sequence[int]], end: int) -> tuple[Int[Tensor, "n W"], Int[Tensor, " n"]]:
-    """Lists of tokens as rows, filled up on the right with `end` to the longest; and their lengths."""
-    lengths = torch.tensor([len(row) for row in tokens], dtype=torch.long)
-    rows = torch.full((len(tokens), int(lengths.max()) if len(tokens) else 0), end, dtype=torch.long)
-    for row, ids in zip(rows, tokens, strict=True):
-        row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
-    return rows, lengths
+    """Lists of tokens as rows, padded on the right with `end`; and their lengths."""
+    rows = [torch.tensor(ids, dtype=torch.long) for ids in tokens]
+    return pad_sequence(rows, batch_first=True, padding_value=end), torch.tensor([len(row) for row in rows])
 
 
-def _batch(length: int, symbols: int) -> int:
-    return max(1, LOGITS // max(1, length * symbols))
+def _batch(length: int, size: int) -> int:
+    return max(1, LOGITS // max(1, length * size))
 
 
-def _tokenizer_of(text: Text) -> str | None:
-    sha256: str | None = text.manifest.get("tokenizer", {}).get("sha256")
+def _in_parts(function: Callable[[Tensor], Tensor], tokens: Int[Tensor, "B W"], size: int, device: Any) -> Tensor:
+    """Results of a function of rows, of `size` numbers per token, computed in parts on a device, on the CPU."""
+    parts = tokens.split(_batch(tokens.shape[1], size))
+    return torch.cat([function(part.to(device)).cpu() for part in parts])
+
+
+def _tokenizer_of(domain: Domain) -> str | None:
+    """The checksum of the tokenizer of a text."""
+    sha256: str | None = getattr(domain, "manifest", {}).get("tokenizer", {}).get("sha256")
     return sha256
 
 

@@ -22,23 +22,19 @@ from emoe.types import Measurement
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Which tokens count."""
+    """Tokens that are counted."""
 
-    name: str  # in results
-    start: bool  # the first token of a sample is scored too, given the start token of the language model
-    max_length: int | None = None  # tokens of the language model that are kept of a sample; None: all
+    start: bool  # score also the first token of a sample, given the start token of the language model
+    max_length: int | None = None  # most tokens of a sample; None: all
     group: int = 1  # samples of a call; those that do not fill a last call are dropped, unless all fit in one
-    ends: bool = False  # samples are filled up with the end token, which counts if it is the first of its sample
+    ends: bool = False  # pad samples with the end token, which counts if it is the first of its sample
 
 
-SETTINGS: dict[str, Setting] = {
-    setting.name: setting
-    for setting in (
-        # The formula of the paper: all M tokens are scored and counted, and nothing is cut.
-        Setting(name="paper", start=True),
-        # The code of DUO, on which the paper builds: at most 128 tokens, the first not scored, but the first end.
-        Setting(name="duo", start=False, max_length=128, group=8, ends=True),
-    )
+SETTINGS = {
+    # The formula of the paper: all M tokens are scored and counted, and nothing is cut.
+    "paper": Setting(start=True),
+    # The code of DUO, on which the paper builds: at most 128 tokens, without the first, with the first end.
+    "duo": Setting(start=False, max_length=128, group=8, ends=True),
 }
 
 
@@ -69,7 +65,7 @@ class Scores:
 
 
 def score(lm: EvalLM, text: Text, rows: Int[Tensor, "n L"], setting: Setting | str = "paper") -> Scores:
-    """NLL of samples, which hold no masks, under an evaluation LM, as a setting counts it."""
+    """NLL of samples without masks under an evaluation LM in a setting."""
     rows = rows.cpu()
     if not len(rows):
         raise ValueError("there are no samples to score")
@@ -79,9 +75,9 @@ def score(lm: EvalLM, text: Text, rows: Int[Tensor, "n L"], setting: Setting | s
 
 
 def score_tokens(lm: EvalLM, tokens: Sequence[Sequence[int]], setting: Setting | str = "paper") -> Scores:
-    """`score` of samples that are tokens of the language model already.
+    """`score` of samples that are tokens of the language model.
 
-    Texts longer than its context are read in windows of that length, each as if it were a text of its own.
+    Texts longer than its context are read in windows of that length, each as a text of its own.
     """
     if isinstance(setting, str):
         if setting not in SETTINGS:
@@ -89,11 +85,11 @@ def score_tokens(lm: EvalLM, tokens: Sequence[Sequence[int]], setting: Setting |
         setting = SETTINGS[setting]
     ids, lengths = fill([row[: setting.max_length] for row in tokens], 0 if lm.end is None else lm.end)
     group = min(setting.group, len(tokens))
-    kept = len(tokens) // group * group
-    nll, counts = torch.zeros(kept, dtype=torch.float64), torch.zeros(kept, dtype=torch.long)
+    n = len(tokens) // group * group
+    nll, counts = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
     for first in range(0, ids.shape[1], lm.context):
-        part = ids[:kept, first : first + lm.context]
-        counted = counted_tokens(part, lengths[:kept] - first, lm.end, setting)
+        part = ids[:n, first : first + lm.context]
+        counted = counted_tokens(part, lengths[:n] - first, lm.end, setting)
         some = counted.any(1)
         if some.any():
             values = lm.nll(part[some], start=setting.start)
@@ -105,10 +101,10 @@ def score_tokens(lm: EvalLM, tokens: Sequence[Sequence[int]], setting: Setting |
 def counted_tokens(
     tokens: Int[Tensor, "n W"], lengths: Int[Tensor, " n"], end: int | None, setting: Setting
 ) -> Bool[Tensor, "n W"]:
-    """Which tokens a setting counts, of rows that are filled up with `end`.
+    """The tokens that a setting counts, of rows that are padded with `end`.
 
-    Those of the text, or with `setting.ends` all that are not `end` and those from the first `end` on up to the next:
-    the first token of the filling, unless the text had an end of its own. The first of a row only with a start.
+    These are the tokens of the text; with `setting.ends` all that are not `end`, and the first `end` of the row, which
+    is the first of the padding, unless the text has an end of its own. The first token counts only with a start.
     """
     if setting.ends and end is not None:
         is_end = tokens == end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int, Integer
@@ -28,7 +27,7 @@ def held_out_rows(domain: Domain, count: int | None, seed: int) -> Int[Tensor, "
 
 
 def passes(likelihood: Likelihood) -> int:
-    """How often `estimate_nll` runs all rows by default, a measure of how long it takes."""
+    """Passes of `estimate_nll` over all rows by default, in units of one draw."""
     return _default_repeats(likelihood) * max(1, likelihood.draws)
 
 
@@ -49,24 +48,21 @@ def estimate_nll(
 ) -> Measurement:
     """Mean over rows of a named likelihood, in nats per row, with its standard error.
 
-    All rows are drawn for `repeats` times (8 by default, 4 with importance weights) with fresh times, masks and
-    latents; the standard error is that of the mean of the repeats: the error of the estimate for these rows, not that
-    of having chosen these rows. `exact` is no estimate: one repeat, no error. `tick` is called after every repeat.
-    `batch` are the rows of a call, draws counted: by default 4,096, fewer where B L V logits are more than 2^28.
+    Each of `repeats` repeats (by default 8, or 4 with importance weights) draws new times, masks and latents for all
+    rows. The standard error is that of the mean of the repeats: it does not include the choice of the rows. `exact` has
+    one repeat and no error. `tick` is called after every repeat. `batch` is the number of rows of a call times draws,
+    by default 4,096, but fewer where B L V logits are more than 2^28.
     """
-    space = method.space
+    space, device, draws = method.space, next(method.parameters()).device, max(1, likelihood.draws)
     batch = batch or max(1, min(ROWS, LOGITS // (space.length * space.size)))
-    device = next(method.parameters()).device
-    rows = rows.to(device)
-    repeats = repeats or _default_repeats(likelihood)
-    size = max(1, batch // max(1, likelihood.draws))
-    means = []
+    repeats, means = repeats or _default_repeats(likelihood), []
     for repeat in range(repeats):
         rng = Rng(derive_seed(seed, "nll", likelihood, repeat), device=device)
-        parts = [method.nll(part, likelihood, rng.at(k)) for k, part in enumerate(rows.split(size))]
-        means.append(torch.cat(parts).mean().item())
+        parts = rows.to(device).split(max(1, batch // draws))
+        nll = torch.cat([method.nll(part, likelihood, rng.at(k)) for k, part in enumerate(parts)])
+        means.append(nll.mean().item())
         if tick is not None:
-            tick(max(1, likelihood.draws), str(likelihood))
+            tick(draws, str(likelihood))
     error = statistics.stdev(means) / math.sqrt(repeats) if repeats > 1 else None
     return Measurement("nll", statistics.fmean(means), error, len(rows))
 
@@ -98,28 +94,8 @@ def factorised_nll(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], symb
 def coordination_gain(bound_at_1: Measurement, factorised: float, length: int) -> Measurement:
     """(NLL of the best factorised one-step model - bound@1) / L, in nats per token.
 
-    Positive only if the latent ties positions together: a factorised step cannot get below its own optimum. A large
-    route KL says nothing of the kind, since every position may code for itself alone.
+    Positive only if the latent makes positions dependent: a factorised step cannot get below its own optimum. A large
+    route KL does not show that, since every position may code for itself alone.
     """
     error = None if bound_at_1.stderr is None else bound_at_1.stderr / length
     return Measurement("coordination_gain", (factorised - bound_at_1.value) / length, error, bound_at_1.n)
-
-
-def likelihoods(
-    method: Method,
-    train: Integer[Tensor, "N L"],
-    rows: Int[Tensor, "n L"],
-    wanted: Sequence[Likelihood],
-    seed: int = 0,
-    *,
-    tick: Tick | None = None,
-) -> list[tuple[Likelihood, Measurement]]:
-    """Measurements of named likelihoods; with bound@1 of a method with a latent the coordination gain too."""
-    items = list[tuple[Likelihood, Measurement]]()
-    for likelihood in wanted:
-        nll = estimate_nll(method, rows, likelihood, seed=seed, tick=tick)
-        items += [(likelihood, item) for item in in_units(nll, method.space.length)]
-        if (likelihood.kind, likelihood.steps) == ("bound", 1) and method.has_latent:
-            factorised = factorised_nll(train.cpu(), rows.cpu(), method.space.size)
-            items.append((likelihood, coordination_gain(nll, factorised, method.space.length)))
-    return items

@@ -1,10 +1,11 @@
-"""From a trained model to rows of results: metrics of samples, named likelihoods, exact measures of toy models."""
+"""Rows of results of a trained model: metrics of samples, named likelihoods, exact measures of toy models."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +14,7 @@ from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy, overlap_of_law, validity_of_law
-from emoe.evaluation.likelihood import held_out_rows, likelihoods
+from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, in_units
 from emoe.exact.laws import exact_laws, kl_data_model
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
@@ -31,11 +32,9 @@ def row(
     method: str | None = None,
     convention: str | None = None,
 ) -> Row:
-    """A measurement as a row of results; `method` is the experiment's unless it is given."""
-    return Row(
-        task=domain.task, data=domain.name, method=method or experiment.method_name, recipe=experiment.name,
-        seed=experiment.seed, nfe=nfe, convention=convention, **vars(item),
-    )  # fmt: skip
+    """A measurement as a row of results; `method` is the experiment's by default."""
+    run: dict[str, Any] = {"task": domain.task, "data": domain.name, "recipe": experiment.name, "seed": experiment.seed}
+    return Row(method=method or experiment.method_name, nfe=nfe, convention=convention, **run, **vars(item))
 
 
 def described(method: Method, experiment: Experiment) -> dict[str, dict[str, str]]:
@@ -54,16 +53,9 @@ def measure_samples(
     seed: int | None = None,
     keep: Callable[[Pool], None] | None = None,
 ) -> list[Row]:
-    """All metrics of the domain at each NFE.
+    """All metrics of the domain at each NFE, of `samples` rows.
 
-    Args:
-        method: The trained method.
-        domain: What measures the samples.
-        experiment: Where defaults for the other arguments come from.
-        nfe: Numbers of function evaluations.
-        samples: Rows drawn for each.
-        seed: Seed of the draws and of the fresh data they are compared with; default: the experiment's.
-        keep: Called with every pool, for figures.
+    The sampler and the defaults are those of the experiment. `keep` is called with every pool.
     """
     config = experiment.eval
     seed = experiment.seed if seed is None else seed
@@ -89,10 +81,17 @@ def measure_likelihoods(
     seed: int | None = None,
     tick: Tick | None = None,
 ) -> list[Row]:
-    """Named likelihoods of rows that were not trained on; nll is in nats per row."""
-    seed = experiment.seed if seed is None else seed
-    items = likelihoods(method, domain.rows, held_out_rows(domain, rows, seed), wanted, seed, tick=tick)
-    return [row(item, domain, experiment, nfe=None, convention=str(name)) for name, item in items]
+    """Named likelihoods of held-out rows; with bound@1 of a method with a latent the coordination gain too."""
+    seed, space = experiment.seed if seed is None else seed, method.space
+    held_out, measured = held_out_rows(domain, rows, seed), list[Row]()
+    for likelihood in wanted:
+        nll = estimate_nll(method, held_out, likelihood, seed=seed, tick=tick)
+        items = in_units(nll, space.length)
+        if str(likelihood) == "bound@1" and method.has_latent:
+            factorised = factorised_nll(domain.rows.cpu(), held_out.cpu(), space.size)
+            items.append(coordination_gain(nll, factorised, space.length))
+        measured += [row(item, domain, experiment, nfe=None, convention=str(likelihood)) for item in items]
+    return measured
 
 
 def exact_rows(
@@ -100,9 +99,9 @@ def exact_rows(
 ) -> list[Row]:
     """Validity, overlap, NLL and KL of the exact law of the T-step sampler of a toy run, convention `exact`.
 
-    `validity` and `overlap` are in percent and compare with the density's own law (the ceiling of the overlap is 100).
-    `nll` = -sum of data * log model and `kl` = KL(data || model), in nats per row. A method whose latent has to be
-    drawn gives the measures of the mean of several independent laws, with the standard error.
+    `validity` and `overlap` are in percent and compare with the exact law of the density (the largest overlap is 100).
+    `nll` = -sum of data * log model and `kl` = KL(data || model), in nats per row. Where a latent has to be drawn, they
+    are measures of the mean of several independent laws, with the standard error.
     """
     if not isinstance(domain, Toy):
         raise ConfigError([f"exact: {experiment.name} is no toy; the law of other domains is too large to enumerate"])

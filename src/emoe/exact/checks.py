@@ -18,7 +18,7 @@ from emoe.rng import Rng, derive_seed
 from emoe.runs.sampling import draw
 from emoe.types import Likelihood, TokenSpace
 
-SIGMAS = 4.5  # how far a mean of draws may be from its expectation, in standard errors
+SIGMAS = 4.5  # largest distance of a mean of draws from its expectation, in standard errors
 ROUNDING = 1e-5  # relative error of networks in single precision
 DRAWS = 400
 TINY = TokenSpace(size=3, mask_id=2, length=2)
@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 def tiny_methods(only: str | None = None, seed: int = 0) -> dict[str, Method]:
-    """Random models small enough to enumerate (V = 3, L = 2, D = 2), one for each kind that has an exact law."""
+    """Make random models small enough to enumerate (V = 3, L = 2, D = 2), one for each kind that has an exact law."""
     methods, backbone = {}, TransformerConfig(width=8, heads=2, hidden=16, time_size=4)
     for kind in MethodConfig.known_kinds():
         kind_config: Any = MethodConfig.resolve(kind)
@@ -56,7 +56,7 @@ def tiny_methods(only: str | None = None, seed: int = 0) -> dict[str, Method]:
 def verify(
     method: Method, rows: Int[Tensor, "n L"], *, steps: tuple[int, ...] = (1, 2, 4), seed: int = 0
 ) -> Iterator[Check]:
-    """All checks of a method for T in `steps`, likelihoods at each row; a `ConfigError` if it has no computable law."""
+    """Run all checks of a method for T in `steps`; raise a `ConfigError` if it has no computable law."""
     check_chain(method)
     for count in steps:
         law = chain_law(method, count)
@@ -70,7 +70,7 @@ def verify(
 
 
 def sampler_check(method: Method, law: Float[Tensor, "..."], steps: int, seed: int) -> Check:
-    """Chi-square of 50,000 samples against the law; cells with fewer than 5 expected are merged."""
+    """Compare 50,000 samples with the law by chi-square; cells with fewer than 5 expected are merged."""
     space = method.space
     samples = draw(method, 50_000, steps, seed=derive_seed(seed, "verify"), batch=10_000).samples
     symbols = samples - (samples > space.mask_id).long()
@@ -90,7 +90,7 @@ def sampler_check(method: Method, law: Float[Tensor, "..."], steps: int, seed: i
 def bound_checks(
     method: Method, rows: Int[Tensor, "n L"], nll: Float[Tensor, " n"], steps: int, seed: int
 ) -> Iterator[Check]:
-    """bound@T >= exact NLL at every row; iw@T,16 between the two on average."""
+    """Check bound@T >= exact NLL at every row, and iw@T,16 between the two on average."""
     bound = _draws(method, rows, Likelihood("bound", steps), seed)
     allowed = SIGMAS * bound.std(0) / math.sqrt(len(bound)) + ROUNDING * nll.abs().clamp(min=1)
     gap = bound.mean(0) - nll
@@ -104,7 +104,7 @@ def bound_checks(
 
 @torch.no_grad()
 def kl_check(method: Method, rows: Int[Tensor, "n L"], seed: int) -> Check:
-    """The KL of posterior and prior two ways: as the method computes it, and as the mean of log q(z) - log p(z)."""
+    """Compare the method's KL of posterior and prior with the mean of log q(z) - log p(z)."""
     device = next(method.parameters()).device
     x0 = rows.to(device).repeat(DRAWS, 1)
     # bound@1 - iw@1,1 on equal draws is KL - (log q(z) - log p(z)): at T = 1 both have all masks and reveal all.
@@ -118,7 +118,7 @@ def kl_check(method: Method, rows: Int[Tensor, "n L"], seed: int) -> Check:
 
 
 def _draws(method: Method, rows: Int[Tensor, "n L"], likelihood: Likelihood, seed: int) -> Float[Tensor, "K n"]:
-    """Many draws of a likelihood for each row; rows are shuffled, because times are stratified over a batch."""
+    """Draw a likelihood many times for each row; rows are shuffled, because times are stratified over a batch."""
     device = next(method.parameters()).device
     many = rows.to(device).repeat(DRAWS, 1)
     order = torch.randperm(len(many), generator=torch.Generator().manual_seed(derive_seed(seed, "order"))).to(device)

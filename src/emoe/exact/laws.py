@@ -17,13 +17,11 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.console import Tick
-from emoe.diffusion.masking import reveal_probability
 from emoe.diffusion.schedule import Schedule
 from emoe.diffusion.times import GridStep, grid, grid_times
 from emoe.methods.base import Method
 from emoe.rng import derive_seed
 
-SAMPLES = 4_096  # latents drawn for the fully masked row where a mixture is continuous
 REPEATS = 4  # independent laws of a method whose latents are drawn
 MOST_NUMBERS = 20_000_000  # of the tables of all mask patterns together, 8 bytes each
 
@@ -31,11 +29,10 @@ Pattern = tuple[bool, ...]
 Table = Float[Tensor, "..."]
 
 
-def conditionals(method: Method, t: float, *, samples: int | None = None, **how: Any) -> dict[Pattern, Table]:
+def conditionals(method: Method, t: float, seed: int) -> dict[Pattern, Table]:
     """For each pattern M of masks (except the empty one) the table (C,) * L of p(x0^M = x^M | x^l for l not in M; t).
 
-    Only rows that still hold a mask are run, each once. `samples` is for the fully masked row; the rows of another
-    pattern share as many. `how` goes to `Method.components`.
+    Only rows that still hold a mask are run, each once. Latents that have to be drawn are drawn by `seed`.
     """
     space, device = method.space, next(method.parameters()).device
     mask = torch.tensor([space.mask_id])
@@ -44,8 +41,7 @@ def conditionals(method: Method, t: float, *, samples: int | None = None, **how:
     for pattern in list(itertools.product((False, True), repeat=space.length))[1:]:
         positions = [position for position, masked in enumerate(pattern) if masked]
         rows = torch.cartesian_prod(*(mask if masked else symbols for masked in pattern)).view(-1, space.length)
-        each = None if samples is None else max(1, samples // len(rows))
-        law = method.components(rows.to(device), t, samples=each, **how)
+        law = method.components(rows.to(device), t, seed=seed)
         token = law.log_token[..., symbols.to(device)].exp()
         terms = [term for position in positions for term in (token[:, :, position], [0, 1, 2 + position])]
         joint = torch.einsum(law.log_weight.exp(), [0, 1], *terms, [0, *(2 + position for position in positions)])
@@ -57,7 +53,7 @@ def conditionals(method: Method, t: float, *, samples: int | None = None, **how:
 
 
 def check_chain(method: Method) -> Schedule:
-    """The schedule of the method's reverse chain; a `ConfigError` if its law cannot be computed."""
+    """Return the schedule of the method's reverse chain; raise a `ConfigError` if its law cannot be computed."""
     if method.chain_schedule is None:
         raise ConfigError(f"exact: {method.label} has no chain of factorised steps, so its law is not known here")
     space = method.space
@@ -71,20 +67,20 @@ def check_chain(method: Method) -> Schedule:
 
 
 @torch.no_grad()
-def chain_laws(method: Method, nfe: Iterable[int], *, tick: Tick | None = None, **how: Any) -> dict[int, Table]:
-    """Law of the sampler's rows for each number of steps T, a table (C,) * L: Algo. 2 from all masks, t_i = i/T.
+def chain_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
+    """Return the law of the sampler's rows for each number of steps T, a table (C,) * L (Algo. 2, t_i = i/T).
 
     Let m_M be the law of the rows whose masks are M. A step with reveal probability a moves, for every S in M,
 
         m_{M - S} += a^|S| (1 - a)^|M - S| sum over x^(M - S) of m_M p(x^M | x^(not M); t).
 
-    The network is run once for each time, which nested grids (1, 2, 4, ...) share. `how` goes to `Method.components`.
+    The network is run once for each time, which nested grids (1, 2, 4, ...) share.
     """
     schedule = check_chain(method)
 
     @functools.cache
     def read(t: float) -> dict[Pattern, Tensor]:
-        tables = conditionals(method, t, **how)
+        tables = conditionals(method, t, seed)
         if tick is not None:
             tick(1, f"exact law, t = {t:g}")
         return tables
@@ -92,29 +88,29 @@ def chain_laws(method: Method, nfe: Iterable[int], *, tick: Tick | None = None, 
     return {steps: _propagate(method, grid(schedule, steps), read) for steps in nfe}
 
 
-def chain_law(method: Method, steps: int, **how: Any) -> Table:
+def chain_law(method: Method, steps: int) -> Table:
     """`chain_laws` for one T."""
-    return chain_laws(method, [steps], **how)[steps]
+    return chain_laws(method, [steps])[steps]
 
 
 def exact_laws(method: Method, nfe: Iterable[int], *, seed: int = 0, tick: Tick | None = None) -> dict[int, Table]:
-    """Laws of the T-step sampler for each T, stacked: one, or `REPEATS` where the latent has to be drawn."""
+    """Return laws of the T-step sampler for each T, stacked: one, or `REPEATS` if the latent has to be drawn."""
     nfe = sorted(nfe)
     if not method.draws_components:
         return {steps: law[None] for steps, law in chain_laws(method, nfe, tick=tick).items()}
     seeds = [derive_seed(seed, "repeat", repeat) for repeat in range(REPEATS)]
-    again = [chain_laws(method, nfe, tick=tick, samples=SAMPLES, seed=each) for each in seeds]
-    return {steps: torch.stack([laws[steps] for laws in again]) for steps in nfe}
+    repeats = [chain_laws(method, nfe, tick=tick, seed=each) for each in seeds]
+    return {steps: torch.stack([laws[steps] for laws in repeats]) for steps in nfe}
 
 
 def law_work(method: Method, nfe: Iterable[int]) -> int:
-    """Times at which `exact_laws` reads the network, a measure of how long it takes; its `tick` counts the same."""
+    """Return the number of times at which `exact_laws` runs the network; its `tick` counts the same."""
     times = {time for steps in nfe for time in grid_times(steps)[1:]}
     return len(times) * (REPEATS if method.draws_components else 1)
 
 
 def exact_nll(law: Table, rows: Int[Tensor, "n L"], *, mask_id: int | None = None) -> Float[Tensor, " n"]:
-    """-log p(row) of clean rows, in nats; `mask_id` is the last symbol unless it is given."""
+    """Return -log p(row) of clean rows, in nats; `mask_id` is by default the last symbol."""
     mask_id = law.shape[0] if mask_id is None else mask_id
     if (rows == mask_id).any():
         raise ValueError(f"rows: {mask_id} is the mask; a law covers clean rows only")
@@ -122,31 +118,25 @@ def exact_nll(law: Table, rows: Int[Tensor, "n L"], *, mask_id: int | None = Non
 
 
 def kl_data_model(data: Table, law: Table) -> float:
-    """KL(data || law) = sum of data log(data / law) in nats; infinite where the model misses what the data has."""
+    """Return KL(data || law) = sum of data log(data / law) in nats; infinite if the model misses some of the data."""
     return (torch.special.xlogy(data, data) - torch.special.xlogy(data, law)).sum().item()
 
 
 def _propagate(method: Method, steps: Iterable[GridStep], read: Callable[[float], dict[Pattern, Table]]) -> Table:
-    """The sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
-    length, count = method.space.length, method.space.size - 1
-    patterns = sorted(itertools.product((False, True), repeat=length), key=sum, reverse=True)
-    all_masked, none_masked = patterns[0], patterns[-1]
-
-    def nothing() -> dict[Pattern, Tensor]:
-        shapes = {pattern: [1 if masked else count for masked in pattern] for pattern in patterns}
-        return {pattern: torch.zeros(shape, dtype=torch.float64) for pattern, shape in shapes.items()}
-
-    mass = nothing()
-    mass[all_masked].fill_(1)
+    """Compute the sum of `chain_laws`; m_M has size 1 along the axes in M, so that products broadcast."""
+    length = method.space.length
+    none_masked, all_masked = (False,) * length, (True,) * length
+    mass: dict[Pattern, Any] = {none_masked: 0.0, all_masked: torch.ones([1] * length, dtype=torch.float64)}
     for step in steps:
-        reveal, after = float(reveal_probability(step.alpha_s, step.alpha_t)), nothing()
-        after[none_masked] += mass[none_masked]
+        after = {none_masked: mass[none_masked]}
         for pattern, table in read(step.time).items():
+            if pattern not in mass:
+                continue
             joint = mass[pattern] * table
-            for left in patterns:
-                if all(masked or not stays for stays, masked in zip(left, pattern, strict=True)):
-                    axes = [axis for axis, stays in enumerate(left) if stays]
-                    kept = joint.sum(axes, keepdim=True) if axes else joint
-                    after[left] += reveal ** (sum(pattern) - sum(left)) * (1 - reveal) ** sum(left) * kept
+            for left in itertools.product(*((False, True) if masked else (False,) for masked in pattern)):
+                axes = [axis for axis, stays in enumerate(left) if stays]
+                summed = joint.sum(axes, keepdim=True) if axes else joint
+                weight = step.reveal ** (sum(pattern) - sum(left)) * (1 - step.reveal) ** sum(left)
+                after[left] = after.get(left, 0.0) + weight * summed
         mass = after
     return mass[none_masked]

@@ -1,4 +1,4 @@
-"""A canvas without pyplot, which is safe in threads and servers, and what all figures share."""
+"""A canvas without pyplot, which is safe in threads and servers, and constants of all figures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 120
-REFERENCE = "0.4"  # colour of lines that are no method: real data, the ideal factorised chain
+REFERENCE = "0.4"  # colour of references: real data, the ideal factorised chain
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
 CYCLE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#edc948", "#ff9da7", "#79706e")
 
 
 def canvas(width: float, height: float, *, title: str = "", dpi: int = DPI) -> Figure:
-    """An empty figure of a size in inches, with a heading over all panels."""
+    """Return an empty figure of a size in inches, with a heading over all panels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,15 +29,15 @@ def canvas(width: float, height: float, *, title: str = "", dpi: int = DPI) -> F
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write an image whose format is the ending of its name; missing folders are made."""
+    """Write an image in the format of the file's suffix; create missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
+        warnings.filterwarnings("ignore", "Glyph")  # characters missing in the font are drawn as boxes
         figure.savefig(path, dpi="figure")
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as the bytes of a PNG file."""
+    """Return the figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

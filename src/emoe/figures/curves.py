@@ -42,7 +42,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Sequence[Panel]], *, width: float = 4.0, height: float = 3.2) -> Figure:
-    """A grid of panels with one legend below; rows may have different lengths."""
+    """Draw a grid of panels with one legend below; rows may have different lengths."""
     columns = max(map(len, panels))
     figure = canvas(width * columns, height * len(panels) + 0.3)
     axes = figure.subplots(len(panels), columns, squeeze=False)
@@ -80,7 +80,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Finite points, at most about 300: means over runs of neighbours, so that no spike is picked by chance."""
+    """Return at most about 300 finite points: means over groups of neighbours, so that no spike is picked by chance."""
     finite = [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     size = max(1, math.ceil(len(finite) / MOST_POINTS))
     groups = [finite[start : start + size] for start in range(0, len(finite), size)]
@@ -88,7 +88,7 @@ def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def read_curve(path: str | Path, key: str) -> list[tuple[float, float]]:
-    """The points (step, key) of a metrics.jsonl file; lines without them, or cut by a crash, are skipped."""
+    """Return the points (step, key) of a metrics.jsonl file; lines without them, or cut by a crash, are skipped."""
     points = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""An animated GIF of sampling: images that appear step by step, beside the expert of every position in each block."""
+"""An animated GIF of sampling: images after each step, beside the expert of every position in each block."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MASK = 2
 
 
 class Frame(NamedTuple):
-    """Images after a step, and the experts that the step ran: an array for each routed block."""
+    """Images after a step, and the experts of the step: an array for each routed block."""
 
     images: UInt8[np.ndarray, "n S S"]
     experts: tuple[UInt8[np.ndarray, "n _P _P"], ...] = ()
 
 
 class Recorder:
-    """Stores the steps of a sampler: `method.sample(..., on_step=recorder)`. The first frame is all masked."""
+    """Store the steps of a sampler: `method.sample(..., on_step=recorder)`. The first frame is all masked."""
 
     def __init__(self, n: int, side: int):
         self.frames = [Frame(np.full((n, side, side), MASK, np.uint8))]
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def write_gif(frames: Sequence[Frame], experts: int, path: Path) -> None:
-    """Write an animated GIF with `experts` colours, in the best resolution that takes at most 1.5 MB, or the lowest."""
+    """Write an animated GIF with `experts` colours, in the best resolution of at most 1.5 MB, or the lowest."""
     times = [FIRST, *[EACH] * (len(frames) - 2), LAST][: len(frames)]
     for dpi in RESOLUTIONS:
         file, (first, *pages) = io.BytesIO(), draw_pages(frames, experts, dpi)
@@ -57,7 +57,7 @@ def write_gif(frames: Sequence[Frame], experts: int, path: Path) -> None:
 
 
 def draw_pages(frames: Sequence[Frame], experts: int, dpi: int) -> Iterator[Image]:
-    """A page for each frame: its images, a panel for each routed block, and the colours of the experts."""
+    """Draw a page for each frame: its images, a panel for each routed block, and the colours of the experts."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
     from PIL import Image
@@ -72,7 +72,7 @@ def draw_pages(frames: Sequence[Frame], experts: int, dpi: int) -> Iterator[Imag
         axis.set_axis_off()
     wheel = [colorsys.hsv_to_rgb(i / experts, 0.6, (0.95, 0.65)[i % 2]) for i in range(experts)]
     colours: Sequence[Any] = CYCLE[:experts] if experts <= len(CYCLE) else wheel
-    palette, shown = ListedColormap(["white", *colours]), [show_mosaic(axes[0], mosaic(frames[0].images, edge))]
+    palette, shown = ListedColormap(["white", *colours]), [show_mosaic(axes[0], frames[0].images, edge)]
     for block, maps in enumerate(frames[-1].experts, 1):
         axes[block].set_title(f"block {block}, {maps.shape[1]} x {maps.shape[1]}", fontsize=9)
         shown.append(axes[block].imshow(_enlarged(maps, side, edge) * 0, palette, vmin=0, vmax=experts))
@@ -89,6 +89,6 @@ def draw_pages(frames: Sequence[Frame], experts: int, dpi: int) -> Iterator[Imag
 
 
 def _enlarged(maps: UInt8[np.ndarray, "n _P _P"], side: int, edge: int) -> UInt8[np.ndarray, "H W"]:
-    """Maps in a grid, each as large as an image; 0 is no expert."""
+    """Return maps in a grid, each as large as an image; 0 is no expert."""
     scale = side // maps.shape[1]
     return tile(np.kron(maps + 1, np.ones((1, scale, scale), np.uint8)), edge, edge, empty=0)

@@ -24,38 +24,30 @@ SHAPES = 64  # forms of one function that may be compiled in a process
 
 @functools.cache
 def enabled() -> bool:
-    """Whether Triton is installed and EMOE_FUSED is not 0."""
+    """Return whether Triton is installed and EMOE_FUSED is not 0."""
     return importlib.util.find_spec("triton") is not None and os.environ.get("EMOE_FUSED") != "0"
 
 
 def describe(device: torch.device) -> str:
-    """The choice of this process, for a log."""
+    """Describe the choice of this process, for a log."""
     if device.type != "cuda":
         return "plain PyTorch"
     return "torch.compile and Triton (norm)" if enabled() else "plain PyTorch (Triton is off or missing)"
 
 
 def load(name: str) -> ModuleType | None:
-    """The module `emoe.kernels.NAME` where there is a GPU and kernels are enabled; else None.
+    """Return the module `emoe.kernels.NAME` if there is a GPU and kernels are enabled; else None.
 
-    To be called where the caller is imported: a compiled function cannot import.
+    Call it at import time: a compiled function cannot import.
     """
     return importlib.import_module(f"emoe.kernels.{name}") if torch.cuda.is_available() and enabled() else None
 
 
-@functools.cache
-def _options() -> dict[str, Any]:
-    """Softmax as it is written: over a handful of numbers the compiler's own form does not pay, as it warns itself."""
-    import torch._inductor.config as config
-
-    return {"online_softmax": False} if hasattr(config, "online_softmax") else {}
-
-
 def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Compile a function of tensors for training on a GPU; on a CPU, or without gradients, it runs as written.
+    """Compile a function of tensors for training on a GPU; on a CPU, or without gradients, the plain function runs.
 
-    For functions that are many small operations, where a training step is limited by the number of kernels.
-    Evaluation and sampling call the plain form with varying shapes and compile nothing.
+    It is for functions of many small operations, where the number of kernels limits a training step. Evaluation and
+    sampling call the plain form with varying shapes and compile nothing.
     """
     return _compiled(function, torch.is_grad_enabled, dynamic=False)
 
@@ -68,18 +60,22 @@ def compiled_always(function: Callable[Arguments, Result]) -> Callable[Arguments
 def _compiled(
     function: Callable[Arguments, Result], wanted: Callable[[], bool], *, dynamic: bool | None
 ) -> Callable[Arguments, Result]:
-    made: list[Callable[Arguments, Result]] = []
+    made: list[Callable[Arguments, Result]] = []  # the compiled function, from the first call on
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in args)
         if torch.compiler.is_compiling() or not (on_gpu and wanted() and enabled()):
-            return function(*args, **kwargs)  # as it is written, also as a part of another compiled function
+            return function(*args, **kwargs)  # also as a part of another compiled function
         import torch._dynamo.config as config
 
         config.recompile_limit = max(config.recompile_limit, SHAPES)  # each thread has a limit of its own
         if not made:
-            made.append(torch.compile(function, dynamic=dynamic, fullgraph=True, options=_options()))
+            import torch._inductor.config as inductor
+
+            # Over a handful of numbers the online softmax does not pay, as the compiler warns itself.
+            options: dict[str, Any] = {"online_softmax": False} if hasattr(inductor, "online_softmax") else {}
+            made.append(torch.compile(function, dynamic=dynamic, fullgraph=True, options=options))
         return made[0](*args, **kwargs)
 
     return call

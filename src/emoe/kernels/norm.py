@@ -1,12 +1,12 @@
 """GroupNorm, scale and shift (FiLM), and SiLU of feature maps as one kernel forward and one backward.
 
-PyTorch's GroupNorm leaves channels_last and, under autocast, single precision, so that norm, FiLM and SiLU are a dozen
-kernels with copies between layouts. `backbones.unet` holds the plain form, and a test compares the two.
+PyTorch's GroupNorm does not return channels_last and, under autocast, returns single precision, so that norm, FiLM and
+SiLU are a dozen kernels with copies between layouts. The plain form is in `backbones.unet`; a test compares the two.
 
 All maps are channels_last. Sums are in single precision and in a fixed order, so equal inputs give equal bits.
 """
 
-# Triton's names are no types for a checker, and tensors in a kernel have no shapes to annotate.
+# Triton's names are not types, and values in a kernel have no shapes to annotate.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 # ruff: noqa: ANN001, ANN202, N803
 
@@ -20,17 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 128  # about as many as a large GPU has multiprocessors
-WIDTH = 36  # channels per program, about: a map with more is cut where its groups allow
+PROGRAMS = 128  # about the number of multiprocessors of a large GPU
+WIDTH = 36  # largest number of channels per program, where groups allow it
 LARGEST = 16384  # most numbers of a map that a program holds at once
-ROUND = 2048  # numbers that a program could process while it waits for memory, once in each round of a loop
-UNROLL = 2  # rounds of a loop whose loads may be under way together
+ROUND = 2048  # numbers that a program could process while it waits for memory in a round of a loop
+UNROLL = 2  # rounds of a loop whose loads may overlap
 WARPS = 8
 
 
 @triton.jit
 def _sigmoid(z):
-    """1 / (1 + exp(-z)), in a third of the instructions of `tl.sigmoid`: arithmetic is what the norms wait for."""
+    """1 / (1 + exp(-z)), in a third of the instructions of `tl.sigmoid`: the kernels are limited by arithmetic."""
     root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * z))
     return root * root
 
@@ -60,31 +60,48 @@ def _to_channels(value, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.co
 def _to_lanes(value, COUNT: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """Each lane gets the number of its channel: from (BLOCK_C,) to (LANES,)."""
     if COUNT == 1:
-        found = value
+        each = value
     else:
-        found = tl.gather(value, tl.arange(0, LANES) % WIDTH, 0)
-    return found
+        each = tl.gather(value, tl.arange(0, LANES) % WIDTH, 0)
+    return each
 
 
 @triton.jit
 def _of_group(value, EACH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
     """At each channel the sum of `value` over the channels of its group; EACH channels make a group."""
-    mine = (tl.arange(0, BLOCK_C) // EACH)[:, None] == tl.arange(0, BLOCK_G)[None, :]
-    total = tl.sum(tl.where(mine, value[:, None], 0.0), 0)
-    return tl.sum(tl.where(mine, total[None, :], 0.0), 1)
+    member = (tl.arange(0, BLOCK_C) // EACH)[:, None] == tl.arange(0, BLOCK_G)[None, :]
+    total = tl.sum(tl.where(member, value[:, None], 0.0), 0)
+    return tl.sum(tl.where(member, total[None, :], 0.0), 1)
 
 
 @triton.jit
 def _norm_forward(
-    x, gamma, beta, film, film_stride, y, stats, eps, P: tl.constexpr, C: tl.constexpr,
-    EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr, HAS_FILM: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    beta,
+    film,
+    film_stride,
+    y,
+    stats,
+    eps,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_FILM: tl.constexpr,
+):
     row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     real = c < WIDTH
     channel = tl.program_id(1) * WIDTH + c
     start = row.to(tl.int64) * P * C + tl.program_id(1) * WIDTH
-    offset, place = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
+    offset, position = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
     # Sums of distances from the first position: the difference of two large numbers would lose the variance.
     first = tl.load(x + start + lane % WIDTH)
     origin = first.to(tl.float32)
@@ -92,7 +109,7 @@ def _norm_forward(
     twice = tl.zeros((R, LANES), tl.float32)
     for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
         p = (chunk + tl.arange(0, R) * COUNT)[:, None]
-        inside = p + place[None, :] < P
+        inside = p + position[None, :] < P
         u = tl.load(x + start + p * C + offset[None, :], mask=inside, other=first[None, :]).to(tl.float32)
         u -= origin[None, :]  # 0 outside
         once += u
@@ -116,7 +133,7 @@ def _norm_forward(
     scale = _to_lanes(scale, COUNT, WIDTH, LANES)
     for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
         p = (chunk + tl.arange(0, R) * COUNT)[:, None]
-        inside, at = p + place[None, :] < P, start + p * C + offset[None, :]
+        inside, at = p + position[None, :] < P, start + p * C + offset[None, :]
         u = tl.load(x + at, mask=inside, other=first[None, :]).to(tl.float32)
         z = u * scale[None, :] + shift[None, :]
         tl.store(y + at, (z * _sigmoid(z)).to(y.dtype.element_ty), mask=inside)
@@ -124,15 +141,35 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    x, gamma, beta, film, film_stride, stats, dy, dx, dfilm, partial, B: tl.constexpr, P: tl.constexpr,
-    C: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, UNROLL: tl.constexpr, HAS_FILM: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    beta,
+    film,
+    film_stride,
+    stats,
+    dy,
+    dx,
+    dfilm,
+    partial,
+    B: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_FILM: tl.constexpr,
+):
     row, lane, c = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     real = c < WIDTH
     channel = tl.program_id(1) * WIDTH + c
     start = row.to(tl.int64) * P * C + tl.program_id(1) * WIDTH
-    offset, place = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
+    offset, position = lane // WIDTH * C + lane % WIDTH, tl.where(lane < COUNT * WIDTH, lane // WIDTH, P)
     mean = tl.load(stats + row * 2 * C + channel, mask=real, other=0.0)
     rstd = tl.load(stats + row * 2 * C + C + channel, mask=real, other=0.0)
     g, b = tl.load(gamma + channel, mask=real, other=0.0), tl.load(beta + channel, mask=real, other=0.0)
@@ -148,7 +185,7 @@ def _norm_backward(
     both = tl.zeros((R, LANES), tl.float32)
     for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
         p = (chunk + tl.arange(0, R) * COUNT)[:, None]
-        inside, at = p + place[None, :] < P, start + p * C + offset[None, :]
+        inside, at = p + position[None, :] < P, start + p * C + offset[None, :]
         u = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - middle[None, :]
         dz = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # 0 outside, and so are both sums
         dz *= _silu_slope(u * slope[None, :] + level[None, :])
@@ -162,7 +199,7 @@ def _norm_backward(
     slope_du = _to_lanes(-rstd * rstd * mean_dz_unit, COUNT, WIDTH, LANES)
     for chunk in tl.range(0, P, R * COUNT, loop_unroll_factor=UNROLL):
         p = (chunk + tl.arange(0, R) * COUNT)[:, None]
-        inside, at = p + place[None, :] < P, start + p * C + offset[None, :]
+        inside, at = p + position[None, :] < P, start + p * C + offset[None, :]
         u = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - middle[None, :]
         dz = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         dz *= _silu_slope(u * slope[None, :] + level[None, :])
@@ -175,7 +212,7 @@ def _norm_backward(
         tl.store(dfilm + row * 2 * C + C + channel, dshift.to(dfilm.dtype.element_ty), mask=real)
 
 
-# The kernels are operators of PyTorch's, so that `torch.compile` can compile what is around them.
+# The kernels are PyTorch operators, so that `torch.compile` can compile the functions that call them.
 @torch.library.custom_op(
     "emoe::norm_silu",
     mutates_args=(),
@@ -187,10 +224,8 @@ def _norm_silu(x: Tensor, gamma: Tensor, beta: Tensor, film: Tensor | None, grou
     batch, channels, height, width = x.shape
     y, stats = torch.empty_like(x), torch.empty(batch, 2, channels, device=x.device)
     parts, options = _options(batch, height * width, channels, groups)
-    _norm_forward[(batch, parts)](
-        x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), y, stats, 1e-5,
-        HAS_FILM=film is not None, **options,
-    )  # fmt: skip
+    film_rows = (gamma, 0) if film is None else (film, film.stride(0))
+    _norm_forward[(batch, parts)](x, gamma, beta, *film_rows, y, stats, 1e-5, HAS_FILM=film is not None, **options)
     return y, stats
 
 
@@ -209,10 +244,10 @@ def _norm_silu_backward(
     dx, dfilm = torch.empty_like(x), gamma.new_empty(0) if film is None else film.new_empty(film.shape)
     partial = torch.empty(2, batch, channels, device=x.device)
     parts, options = _options(batch, height * width, channels, groups)
+    film_rows = (gamma, 0) if film is None else (film, film.stride(0))
     _norm_backward[(batch, parts)](
-        x, gamma, beta, gamma if film is None else film, 0 if film is None else film.stride(0), stats, dy, dx, dfilm,
-        partial, B=batch, HAS_FILM=film is not None, **options,
-    )  # fmt: skip
+        x, gamma, beta, *film_rows, stats, dy, dx, dfilm, partial, B=batch, HAS_FILM=film is not None, **options
+    )
     return dx, partial.sum(1), dfilm
 
 
@@ -245,7 +280,7 @@ _norm_silu.register_autograd(_gradients, setup_context=_save)
 
 
 def _aligned(x: Tensor, film: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both in the layout that the kernels read."""
+    """Return both in the layout that the kernels read."""
     if film is not None and film.stride(1) != 1:
         film = film.contiguous()
     return x.contiguous(memory_format=torch.channels_last), film
@@ -253,13 +288,13 @@ def _aligned(x: Tensor, film: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 @functools.cache
 def _tile(positions: int, width: int, largest: int, wait: int) -> tuple[int, int]:
-    """How many numbers a program reads at a time, (R, LANES), for the least work on maps (positions, width)."""
+    """Return the numbers that a program reads at a time, (R, LANES), for the least work on maps (positions, width)."""
     narrow = triton.next_power_of_2(width)
     tiles = []
     for lanes in (narrow << i for i in range(11)):
         for r in (1 << i for i in range(20)):
             rounds = triton.cdiv(triton.cdiv(positions, lanes // width), r)
-            # With one round a program holds what it has read, and does nothing twice.
+            # With one round a program still holds the numbers for its second pass.
             work = rounds * (r * lanes + wait) * (1 if rounds == 1 else 2)
             if r * lanes <= max(largest, narrow) and lanes <= max(1024, narrow):
                 tiles.append((work, lanes, r))
@@ -268,7 +303,7 @@ def _tile(positions: int, width: int, largest: int, wait: int) -> tuple[int, int
 
 
 def _options(batch: int, positions: int, channels: int, groups: int) -> tuple[int, dict[str, Any]]:
-    """In how many parts the channels are cut, and compile-time numbers of both kernels.
+    """Return the number of parts of the channels, and compile-time numbers of both kernels.
 
     A program takes all positions of a row and whole groups of its channels, so that neighbouring threads read
     neighbouring numbers. It reads (R, LANES) numbers at a time, both powers of 2, with the channels of COUNT positions
@@ -279,16 +314,14 @@ def _options(batch: int, positions: int, channels: int, groups: int) -> tuple[in
         parts *= 2
     width = channels // parts
     r, lanes = _tile(positions, width, LARGEST, ROUND)
-    return parts, {
-        "P": positions, "C": channels, "EACH": channels // groups, "WIDTH": width, "COUNT": lanes // width,
-        "LANES": lanes, "R": r, "BLOCK_N": triton.next_power_of_2(lanes // width),
-        "BLOCK_C": triton.next_power_of_2(width), "BLOCK_G": triton.next_power_of_2(groups // parts),
-        "UNROLL": UNROLL, "num_warps": min(WARPS, max(1, r * lanes // 512)),
-    }  # fmt: skip
+    tile = dict(WIDTH=width, COUNT=lanes // width, LANES=lanes, R=r, UNROLL=UNROLL)
+    blocks = dict(BLOCK_N=lanes // width, BLOCK_C=width, BLOCK_G=groups // parts)
+    options = dict(P=positions, C=channels, EACH=channels // groups, num_warps=min(WARPS, max(1, r * lanes // 512)))
+    return parts, options | tile | {name: triton.next_power_of_2(size) for name, size in blocks.items()}
 
 
 def norm_silu(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, film: Tensor | None = None) -> Tensor:
-    """SiLU((1 + s) (gamma norm(x) + beta) + h), (B, C, H, W) in and out, in the precision of x.
+    """Return SiLU((1 + s) (gamma norm(x) + beta) + h), (B, C, H, W), in the precision of x.
 
     norm is over the H * W * C / G numbers of each group of channels, with 1e-5 added to the variance.
 

@@ -64,9 +64,9 @@ class AR(Method, config=ARConfig):
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """`exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other likelihood."""
+        """Return `exact`, the NLL of each row by the chain rule; nothing is drawn. There is no other likelihood."""
         if likelihood.kind != "exact":
-            raise ConfigError(f"likelihood: 'ar' has no {likelihood}; it knows the NLL itself, ask for exact")
+            raise ConfigError(f"likelihood: 'ar' has no {likelihood}; ask for exact, the NLL itself")
         return self.token_nll(x0).double().sum(-1)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a method is: all that engine, evaluation and tools call."""
+"""The interface of methods: all that engine, evaluation and tools call."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from emoe.ramps import Ramp
 from emoe.rng import Rng
 from emoe.types import Likelihood, Loss, Mixture, Needs, OnStep, PerRow, PerToken, Positions, Ramps, Tokens, TokenSpace
 
-BUDGET = 200_000  # most components times rows in one call of `components`
 LATE = 10**9  # a step at which every ramp has reached its end
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig(Config):
-    """How masked diffusion methods draw."""
+    """The sampler of masked diffusion methods."""
 
     kind: Literal["plain", "reveal-first"] = option(
         "plain",
@@ -42,7 +41,7 @@ PLAIN = SamplerConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
-    """Options of a method; those that all of them have."""
+    """Options that all methods have."""
 
     method: ClassVar[type[Method]]  # set by `class Name(Method, config=NameConfig)`
 
@@ -62,19 +61,19 @@ class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
             yield "head_share: has no effect without head_chunk; use 1"
 
     def needs(self) -> Needs:
-        """What it needs from a backbone."""
+        """Return the features that its backbone must support."""
         return Needs()
 
     def variant(self) -> tuple[str, str]:
-        """Suffixes of the method's name in results and of its label, such as ("-vimco", " (VIMCO)")."""
+        """Return suffixes of the method's name in results and of its label, such as ("-vimco", " (VIMCO)")."""
         return "", ""
 
     def tiny(self) -> MethodConfig:
-        """The same method with a latent that is small enough to enumerate."""
+        """Return the same method with a latent that is small enough to enumerate."""
         return self
 
     def allowed_nfe(self, wanted: Iterable[int], length: int) -> tuple[int, ...]:
-        """The numbers of network calls, of those wanted, that a sampler of rows of a length can make."""
+        """Return those of the wanted numbers of network calls that a sampler of rows of this length can make."""
         return tuple(wanted)
 
     def build(self, space: TokenSpace, backbone: BackboneConfig) -> Method:
@@ -85,8 +84,8 @@ class MethodConfig(Family, package="emoe.methods", shared=("base", "masked")):
 class Method(nn.Module, ABC):
     """All that engine, evaluation and tools call. Nothing outside `methods/` asks which method it has.
 
-    `class Name(Method, config=NameConfig)` is what `NameConfig.build` makes. `ramps` are the numbers that depend on the
-    training step; the engine evaluates them and passes them to `forward` as 0-dimensional tensors of the same names.
+    `class Name(Method, config=NameConfig)` registers the class that `NameConfig.build` makes. `ramps` are the numbers
+    that depend on the training step; the engine passes their values to `forward` as 0-dimensional tensors.
     """
 
     label: ClassVar[str]  # in tables and legends
@@ -114,11 +113,11 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
-        """Loss of a batch of clean rows, in nats per token."""
+        """Return the loss of a batch of clean rows, in nats per token."""
 
     @abstractmethod
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """One Monte-Carlo draw of a named likelihood for each row, in nats per row.
+        """Draw a named likelihood once for each row, in nats per row.
 
         Its mean over draws is the quantity. A likelihood that the method does not have raises `ConfigError`.
         """
@@ -138,19 +137,17 @@ class Method(nn.Module, ABC):
             raise ConfigError(f"sampler: {self.label} has a sampler of its own; use plain with nucleus 1")
 
     def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
-        """log p(x0 | xt, z) with z from the prior, or its most likely value; see `Run.log_probs`."""
+        """Return log p(x0 | xt, z) with z from the prior, or its most likely value; see `Run.log_probs`."""
         raise ConfigError(f"log_probs: {self.label} does not predict masked tokens independently")
 
     @abstractmethod
     def likelihoods(self) -> tuple[str, ...]:
-        """Names of the likelihoods worth printing, best known first."""
+        """Return names of the likelihoods worth printing, best known first."""
 
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
-        """The exact law of one reverse step, p(x0 | xt), as a finite mixture of at most `budget` components times rows.
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
+        """Return the exact law of one reverse step, p(x0 | xt), as a finite mixture.
 
-        Where it is continuous and cannot be integrated, it is that of `samples` latents for each row, drawn by `seed`.
+        A continuous latent that cannot be integrated is drawn by `seed`.
         """
         raise ConfigError(f"exact: {self.label} has no exact law; ask for a bound instead")
 
@@ -160,24 +157,24 @@ class Method(nn.Module, ABC):
         return None
 
     def collapse(self, record: Mapping[str, Any]) -> str | None:
-        """A description of posterior collapse from a log record, with remedies; None if there is none."""
+        """Describe posterior collapse, with remedies, from a log record; None if there is none."""
         return None
 
     def final_ramp(self, device: torch.device) -> dict[str, Tensor]:
-        """The values that the ramps have after training."""
+        """Return the values of the ramps after training."""
         return {name: torch.tensor(ramp(LATE, LATE), device=device) for name, ramp in self.ramps.items()}
 
     def scores(self, h: Float[Tensor, "B L K"], x0: Tokens, scored: Positions) -> tuple[PerToken, PerToken]:
-        """log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere; in parts with `head_chunk`."""
+        """Return log sum_y exp(a_y) and a_x0 of the logits a at scored positions, 0 elsewhere."""
         if self.config.head_chunk:
             weight, bias = self.backbone.head_weights()
             return total_and_target(h, weight, bias, x0, scored, self.config.head_chunk, self._room)
         logits = self.backbone.read(h)
-        both = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
-        return torch.where(scored, both[0], 0.0), torch.where(scored, both[1], 0.0)
+        total, target = logits.logsumexp(-1), logits.gather(-1, x0[..., None]).squeeze(-1)
+        return torch.where(scored, total, 0.0), torch.where(scored, target, 0.0)
 
     def log_token(self, h: Float[Tensor, "B L K"], xt: Tokens, x0: Tokens, scored: Positions) -> PerToken:
-        """log x_theta(x0) at scored positions, which are masked in xt; 0 elsewhere."""
+        """Return log x_theta(x0) at scored positions, which are masked in xt; 0 elsewhere."""
         if self.config.head_chunk:
             total, target = self.scores(h, x0, scored)
             return target - total
@@ -185,7 +182,7 @@ class Method(nn.Module, ABC):
         return torch.where(scored, log_chosen(log_x_theta, x0), 0.0)
 
     def as_loss(self, total: Tensor, log: Mapping[str, Tensor], scored: Positions, draws: int = 1) -> Loss:
-        """The loss of a step, to be refused if the head has no room for all scored positions of all draws."""
+        """Return the loss of a step; it is not valid if the head has no room for all scored positions of all draws."""
         refusal = f"more than {self.config.head_share:g} of the positions are masked; raise method.head_share"
         return Loss(total, {"loss": total, **log}, has_room(scored, self._room, draws), refusal)
 

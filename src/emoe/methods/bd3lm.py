@@ -44,10 +44,10 @@ class BD3LMConfig(MethodConfig, kind="bd3lm"):
 
 
 def block_mask(length: int, block: int) -> Bool[Tensor, "M M"]:
-    """Which position (row) of [xt ; x0], M = 2L, sees which (column).
+    """Return which position (row) of [xt ; x0], M = 2L, attends to which (column).
 
-    With b(l) = floor(l / block): xt at l sees xt of its own block and x0 of earlier blocks, b(k) < b(l); x0 at l sees
-    x0 of its own and earlier blocks, b(k) <= b(l), and no xt.
+    With b(l) = floor(l / block): xt at l attends to xt of its own block and x0 of earlier blocks, b(k) < b(l); x0 at l
+    to x0 of its own and earlier blocks, b(k) <= b(l), and to no xt.
     """
     number = torch.arange(length) // block
     query, key = number[:, None], number[None]
@@ -87,7 +87,7 @@ class BD3LM(Method, config=BD3LMConfig):
         return -self.log_token(h, xt, x0, xt == self.space.mask_id).unflatten(1, (self.blocks, -1)).sum(-1)
 
     def times(self, rows: int, rng: Rng, low: float = 0.0) -> Float[Tensor, "B N"]:
-        """A time for each block, one in each of rows * blocks equal strata."""
+        """Draw a time for each block, one in each of rows * blocks equal strata."""
         return stratified_times(rows * self.blocks, rng, low).view(rows, self.blocks)
 
     def mask(self, x0: Tokens, t: Float[Tensor, "B N"], rng: Rng) -> Tokens:
@@ -110,7 +110,7 @@ class BD3LM(Method, config=BD3LMConfig):
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """One draw of (t_b, xt_b) for each block of each row, summed over blocks; nats per row.
+        """Draw (t_b, xt_b) once for each block of each row, and sum over blocks; nats per row.
 
         nelbo: w(t_b) * masked NLL, t_b ~ U(0, 1], bounds the NLL in the limit of many steps per block. bound@T:
         T * a_i * masked NLL (see `weighted_times`) bounds the NLL of the sampler with T steps **in each block**.
@@ -126,8 +126,8 @@ class BD3LM(Method, config=BD3LMConfig):
     ) -> Tokens:
         """Fill blocks from left to right, each by a T-step reverse chain; `nfe` = T * L / block network calls in all.
 
-        Keys and values of finished blocks are kept, which is exact, because they never see later ones. For the same
-        reason a block does not see tokens that are given in later blocks.
+        Keys and values of finished blocks are cached, which is exact, because they never attend to later ones. For the
+        same reason a block ignores tokens that are given in later blocks.
         """
         size, mask_id = self.config.block, self.space.mask_id
         if nfe < 1 or nfe % self.blocks:
@@ -144,22 +144,22 @@ class BD3LM(Method, config=BD3LMConfig):
                 chain.at(step.number)
                 old = x[:, block]
                 log_x_theta = subs(self._read_block(x, block, cache), old, mask_id)
-                reveal = draw_revealed(old, step.alpha_s, step.alpha_t, mask_id, chain.stream("reveal"))
+                reveal = draw_revealed(old, step.reveal, mask_id, chain.stream("reveal"))
                 x[:, block] = torch.where(reveal, draw_categorical(log_x_theta, chain.stream("token")), old)
                 if on_step is not None:
-                    event = torch.zeros_like(x, dtype=torch.bool)
-                    event[:, block] = reveal
+                    revealed = torch.zeros_like(x, dtype=torch.bool)
+                    revealed[:, block] = reveal
                     left = (self.blocks - number - 1) * (nfe // self.blocks) + step.number
-                    on_step(StepEvent(left, step.time, x.clone(), event, None))
+                    on_step(StepEvent(left, step.time, x.clone(), revealed, None))
         return x
 
     def _read_block(self, x: Tokens, block: slice, cache: Any) -> Float[Tensor, "B S V"]:
-        """Logits of a block given those before it. One network call.
+        """Return logits of a block given those before it. One network call.
 
-        The block before it enters the cache with its first call, on [finished ; noisy]: the finished half sees itself
-        and earlier blocks, the noisy half everything.
+        The block before it enters the cache with its first call, on [finished ; noisy]: the finished half attends to
+        itself and earlier blocks, the noisy half to everything.
         """
-        start, size = cache.length, self.config.block  # all blocks but the last finished one are in the cache
-        number = torch.arange(block.stop, device=x.device) // size
-        some = {"attend": number[start:, None] >= number, "keep": block.start - start, "last": size}
-        return self.backbone.extend(x[:, start : block.stop], cache, **some)
+        start = cache.length  # all blocks but the last finished one are in the cache
+        number = torch.arange(block.stop, device=x.device) // self.config.block
+        attend = number[start:, None] >= number
+        return self.backbone.extend(x[:, start : block.stop], cache, attend=attend, keep=block.start - start)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from emoe.backbones.base import BackboneConfig
 from emoe.config import ConfigError, option
-from emoe.methods.base import BUDGET
 from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Constant, Exponential, Ramp
 from emoe.rng import Rng
@@ -49,7 +48,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
     free_every: int = option(1, doc="blocks with free nats: 1 = all, n = the first and every n-th after it", low=1)
     balance: float = option(0.0, doc="weight of the balance loss", low=0)
     usage_floor: float | None = option(
-        None, doc="balance loss: how far the entropy of a block's usage is below so many nats; none: Switch's", low=0
+        None, doc="balance loss: nats by which the entropy of a block's usage is below this; none: Switch's", low=0
     )
     route_tau: float = option(1.0, doc="sharpening of the prior when sampling; 1 = the model, 0 = greedy", low=0)
     compare: CompareConfig | None = option(
@@ -69,7 +68,7 @@ class EMoEConfig(MaskedDiffusionConfig, kind="emoe"):
         return Needs(experts=self.experts)
 
     def variant(self) -> tuple[str, str]:
-        """How the routes learn, where that is not the paper's way."""
+        """Name how the routes learn, if it is not the paper's way."""
         name = "free-nats" if self.free_nats else "floor" if self.balance and self.usage_floor is not None else ""
         name = name if self.compare is None else str(self.compare.estimator)
         labels = {"vimco": "VIMCO", "free-nats": "free nats", "floor": "usage floor"}
@@ -114,7 +113,7 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         return loss, recon, kl, self.inferred(log_token, latent, effective_draws=effective)
 
     def inferred(self, log_token: Float[Tensor, "N L"], latent: RouteLatent, **log: Tensor) -> Inferred:
-        """A posterior pass with its auxiliary loss, the KL beyond the free nats and the log."""
+        """Add the auxiliary loss, the KL beyond the free nats and the log to a posterior pass."""
         log = latent.log(by_position=self.backbone.routes_tokens) | log
         aux = self.config.balance * latent.imbalance(self.config.usage_floor) if self.config.balance else None
         return Inferred(log_token, latent, aux, self._beyond_free(latent.stats.kl), log)
@@ -126,7 +125,7 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         return ramp["kl_weight"] * noised.weight ** ramp["kl_time_power"]
 
     def _beyond_free(self, kl: Float[Tensor, "N D"]) -> Float[Tensor, " N"] | None:
-        """The KL of the blocks whose mean over the batch is beyond their free nats."""
+        """Sum the KL of the blocks whose mean over the batch exceeds their free nats."""
         if not self.config.free_nats:
             return None
         free = self.config.free_nats * (torch.arange(kl.shape[1], device=kl.device) % self.config.free_every == 0)
@@ -134,14 +133,14 @@ class EMoE(MaskedDiffusion, config=EMoEConfig):
         return (kl * (kl.mean(0) > free).to(kl.dtype)).sum(-1)
 
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
-        """The policy that draws each route from its router, sharpened by `route_tau` (Algo. 2, line 3)."""
+        """Draw each route from its router, sharpened by `route_tau` (Algo. 2, line 3)."""
         return {"route": sharpened(rng.stream("route"), 0.0 if step.greedy else self.config.route_tau)}
 
-    def components(self, xt: Tokens, t: float, *, budget: int = BUDGET, **_: Any) -> Mixture:
-        """One component for each choice of routes in all blocks but the last, which is summed out."""
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
+        """Return one component for each choice of routes in all blocks but the last, which is summed out."""
         if not self.backbone.local_last_block:
             raise ConfigError("exact: routes in the last block of this backbone move other positions; ask for a bound")
-        return enumerate_routes(self, xt, t, budget)
+        return enumerate_routes(self, xt, t)
 
     def collapse(self, record: Mapping[str, Any]) -> str | None:
         return describe_collapse(record, self.config.experts)

@@ -17,7 +17,7 @@ from emoe.diffusion.categorical import AT_ONCE, draw_categorical, top_p
 from emoe.diffusion.masking import draw_revealed, mask_tokens, subs
 from emoe.diffusion.schedule import LinearSchedule, Schedule
 from emoe.diffusion.times import grid, stratified_times, weighted_times
-from emoe.methods.base import BUDGET, PLAIN, Method, MethodConfig, SamplerConfig
+from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
 from emoe.rng import Rng
 from emoe.types import Features, Likelihood, Loss, Mixture, Noised, OnStep, PerRow, Positions, Ramps, StepEvent, Tokens
 
@@ -41,13 +41,13 @@ class ReverseStep(NamedTuple):
 
 @runtime_checkable
 class Latent(Protocol):
-    """z ~ q(z | x0, xt) for N rows, as far as a bound needs it."""
+    """z ~ q(z | x0, xt) of N rows, with the two quantities that bounds need."""
 
     def kl(self) -> Float[Tensor, " N"]:
-        """KL(q(z | x0, xt) || p(z | xt)) in nats."""
+        """Return KL(q(z | x0, xt) || p(z | xt)) in nats."""
 
     def log_ratio(self) -> Float[Tensor, " N"]:
-        """log p(z | xt) - log q(z | x0, xt) of the z that was drawn."""
+        """Return log p(z | xt) - log q(z | x0, xt) of the drawn z."""
 
 
 @dataclass(frozen=True)
@@ -94,38 +94,38 @@ class MaskedDiffusion(Method):
         return Noised(x0, xt, t.float(), xt == self.space.mask_id, weight)
 
     def infer(self, noised: Noised, ramp: Ramps, rng: Rng) -> Inferred:
-        """Posterior pass (Algo. 1, lines 5-8) with one draw of z. Without a latent it is the prior pass."""
-        step = ReverseStep(noised.xt, noised.t, noised.scored)
-        return Inferred(self.predict(noised, noised.xt, noised.t, **self.prior(step, rng))[0], NoLatent(noised.t))
+        """Run the posterior pass (Algo. 1, lines 5-8) with one draw of z. Without a latent it is the prior pass."""
+        inputs = self.prior(ReverseStep(noised.xt, noised.t, noised.scored), rng)
+        return Inferred(self.predict(noised, noised.xt, noised.t, **inputs)[0], NoLatent(noised.t))
 
     def prior(self, step: ReverseStep, rng: Rng) -> dict[str, Any]:
-        """Inputs of the network beside x_t and t: z ~ p(z | x_t), or a policy that draws it (Algo. 2, line 3)."""
+        """Return inputs of the network beside x_t and t: z ~ p(z | x_t), or its policy (Algo. 2, line 3)."""
         return {}
 
     def kl_weight(self, noised: Noised, ramp: Ramps) -> Tensor:
-        """Weight of the KL in the training loss."""
+        """Return the weight of the KL in the training loss."""
         return ramp.get("kl_weight", torch.zeros_like(noised.t))
 
     def predict(
         self, noised: Noised, rows: Int[Tensor, "M L"], t: Float[Tensor, " M"], **inputs: Any
     ) -> tuple[Float[Tensor, "N L"], Features]:
-        """One network call on `rows`, the last of which are x_t: log p(x0^l | xt, z) at scored positions.
+        """Return log p(x0^l | xt, z) at scored positions and the result of one network call, on rows that end with x_t.
 
-        Also the call's result. With K draws per row in a gate, N = B * K.
+        With K draws per row in a gate, N = B * K.
         """
         out: Features = self.backbone(rows, t, **inputs)
         noised = noised.repeated(len(out.h) // len(noised.x0))
         return self.log_token(out.h, noised.xt, noised.x0, noised.scored), out
 
     def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
-        """recon + weight * KL of each row in training, recon = w(t) * masked NLL, the KL, and the posterior pass."""
+        """Return for each row recon + weight * KL, recon = w(t) * masked NLL, the KL; and the posterior pass."""
         out = self.infer(noised, ramp, rng)
         recon, kl = noised.weight * -out.log_token.sum(-1), out.latent.kl()
         counted = kl if out.train_kl is None else out.train_kl
         return recon + self.kl_weight(noised, ramp) * counted, recon, kl, out
 
     def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
-        """One step of Algo. 1: mean over rows of [w(t) * masked NLL + weight * KL] / L (Eq. 6, 9), plus aux.
+        """Return the mean over rows of [w(t) * masked NLL + weight * KL] / L (Algo. 1; Eq. 6, 9), plus aux.
 
         Both are sums over the sequence in nats; dividing only one of them by L would collapse the latent.
         """
@@ -148,7 +148,7 @@ class MaskedDiffusion(Method):
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """One draw of (t, xt, z) per row; see docs/likelihood.md.
+        """Draw (t, xt, z) once per row; see docs/likelihood.md.
 
         objective, nelbo: w(t) * masked NLL (+ KL). bound@T (Eq. 6): T * [a_i * masked NLL + KL]. iw@T,K: T * -log of
         the mean over z_k ~ q of p(z_k | xt) / q(z_k | x0, xt) * prod over l in R of p(x0^l | xt, z_k), with a drawn set
@@ -163,8 +163,8 @@ class MaskedDiffusion(Method):
         steps, draws = likelihood.steps, likelihood.draws
         noised = self.noise(x0, rng, likelihood)
         if draws:  # R: each masked position with probability a_i = weight / T
-            u = torch.rand(x0.shape, generator=rng.stream("reveal"), device=x0.device, dtype=torch.float64)
-            revealed = noised.scored & (u < (noised.weight / steps)[:, None])
+            chance = (noised.weight / steps)[:, None]
+            revealed = draw_revealed(noised.xt, chance, self.space.mask_id, rng.stream("reveal"))
             noised = replace(noised, scored=revealed).repeated(draws)
         out = self.infer(noised, self.final_ramp(x0.device), rng)
         nll = -out.log_token.sum(-1).double()
@@ -174,10 +174,8 @@ class MaskedDiffusion(Method):
         return noised.weight * nll + (0 if likelihood.kind == "nelbo" else max(steps, 1) * out.latent.kl().double())
 
     @torch.no_grad()
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
-        """One component, the factorised step of Eq. 3; a method with a latent overrides it."""
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
+        """Return one component, the factorised step of Eq. 3; a method with a latent overrides it."""
         step = ReverseStep(xt, torch.full((len(xt),), t, device=xt.device), xt == self.space.mask_id)
         out = self.backbone(xt, step.t, **self.prior(step, Rng(seed, device=xt.device)))
         log_token = subs(self.backbone.read(out.h).double(), xt, self.space.mask_id)
@@ -185,7 +183,7 @@ class MaskedDiffusion(Method):
 
     @torch.no_grad()
     def log_probs(self, xt: Tokens, rng: Rng, *, greedy: bool = False) -> Float[Tensor, "B L V"]:
-        """log p(x0 | xt, z) under one latent for each row; the time is the share of masked positions."""
+        """Return log p(x0 | xt, z) for one latent per row; the time is the share of masked positions."""
         masked = xt == self.space.mask_id
         step = ReverseStep(xt, masked.float().mean(1).clamp(min=1 / self.space.length), masked, greedy)
         out = self.backbone(xt, step.t, **self.prior(step, rng))
@@ -198,15 +196,15 @@ class MaskedDiffusion(Method):
     def sample(
         self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
     ) -> Tokens:
-        """Algo. 2 from x on the grid t_i = i / T with a fresh latent at every step.
+        """Run Algo. 2 from x on the grid t_i = i / T with a fresh latent at every step.
 
-        "plain" runs all rows and draws a token at every position; "reveal-first" runs the rows of which something is
-        revealed and draws tokens at these positions only. Both have the same law; their noise is laid out differently.
+        "plain" runs all rows and draws a token at every position; "reveal-first" runs only rows with revealed positions
+        and draws tokens at these positions. Both have the same law; their noise is laid out differently.
         """
         mask_id, plain = self.space.mask_id, sampler.kind == "plain"
         for step in grid(self.config.schedule, nfe):
             rng.at(step.number)
-            reveal = draw_revealed(x, step.alpha_s, step.alpha_t, mask_id, rng.stream("reveal"))
+            reveal = draw_revealed(x, step.reveal, mask_id, rng.stream("reveal"))
             run: Any = slice(None) if plain else reveal.any(-1).nonzero().squeeze(-1)
             rows, part, latent = x[run], reveal[run], None
             if len(rows):
@@ -228,7 +226,7 @@ class MaskedDiffusion(Method):
 
 
 def _of_all_rows(latent: Any, run: Int[Tensor, " n"], count: int) -> Any:
-    """A latent of the rows `run` with a row for each of `count`; the others have expert -1, or zeros."""
+    """Extend the latent of the rows `run` to `count` rows; the others get expert -1, or zeros."""
 
     def spread(values: Tensor, other: int) -> Tensor:
         rows = values.new_full((count, *values.shape[1:]), other)

@@ -18,7 +18,7 @@ from emoe.backbones.base import BackboneConfig
 from emoe.backbones.layers import dropout_from
 from emoe.config import ConfigError, option
 from emoe.diffusion.categorical import AT_ONCE, draw_categorical
-from emoe.diffusion.masking import NEG_INF, mask_tokens, reveal_probability
+from emoe.diffusion.masking import NEG_INF, mask_tokens
 from emoe.diffusion.schedule import LogLinearSchedule
 from emoe.diffusion.times import GridStep, grid, stratified_times
 from emoe.methods.base import PLAIN, Method, MethodConfig, SamplerConfig
@@ -44,8 +44,8 @@ class SEDD(Method, config=SEDDConfig):
 
     Loss at time t: sigma'(t) * sum over masked l of [sum_y s_y - r log s_x0 + r (log r - 1)].
     Since sigma' r = -alpha' / (1 - alpha) = 1 / t, this is (1 / t) * sum over masked l of
-    [-log x_theta(x0^l) + (c_l - 1 - log c_l)], with x_theta = s / sum s and c = sum_y s_y / r: MDLM's loss, and a price
-    for scores whose sum is not the rate at which tokens are revealed.
+    [-log x_theta(x0^l) + (c_l - 1 - log c_l)], with x_theta = s / sum s and c = sum_y s_y / r: MDLM's loss, and a
+    penalty on scores whose sum is not the rate at which tokens are revealed.
     """
 
     label, colour = "SEDD", "#b07aa1"
@@ -65,7 +65,7 @@ class SEDD(Method, config=SEDDConfig):
         return scaled.scatter(-1, xt[..., None], 0.0)
 
     def forward(self, x0: Tokens, ramp: Ramps, rng: Rng) -> Loss:
-        """Mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged apart."""
+        """Return the mean over rows of the loss at t ~ U(t_low, 1], divided by L; its two parts are logged."""
         t = stratified_times(len(x0), rng, self.config.t_low)
         xt = mask_tokens(x0, self.schedule.alpha(t), self.space.mask_id, rng.stream("mask"))
         with dropout_from(self, rng.stream("dropout")):
@@ -74,7 +74,7 @@ class SEDD(Method, config=SEDDConfig):
         return self.as_loss(total, {"recon": recon, "excess": total - recon}, xt == self.space.mask_id)
 
     def score_loss(self, x0: Tokens, xt: Tokens, t: PerRow) -> tuple[PerRow, PerRow]:
-        """The loss of each row in nats, and its part (1 / t) * masked NLL of s / sum s."""
+        """Return the loss of each row in nats, and its part (1 / t) * masked NLL of s / sum s."""
         masked = xt == self.space.mask_id
         total, target = self.scores(self.backbone(xt, t).h, x0, masked)
         sigma = self.sigma(t)
@@ -91,7 +91,7 @@ class SEDD(Method, config=SEDDConfig):
 
     @torch.no_grad()
     def nll(self, x0: Tokens, likelihood: Likelihood, rng: Rng) -> PerRow:
-        """nelbo: the loss at t ~ U(0, 1], times stratified over the batch; nats per row.
+        """Return nelbo, the loss at t ~ U(0, 1] with times stratified over the batch, in nats per row.
 
         It bounds the NLL of the sampler's chain in the limit of many steps: from all masks at t = 1, symbols y appear
         at rates sigma' s_y. The posterior that the bound compares it with must start from all masks too, so a token is
@@ -108,7 +108,7 @@ class SEDD(Method, config=SEDDConfig):
     def sample(
         self, x: Tokens, nfe: int, rng: Rng, *, sampler: SamplerConfig = PLAIN, on_step: OnStep | None = None
     ) -> Tokens:
-        """The analytic (Tweedie) sampler on the grid t_i = i / T; its last step, from t_1 to 0, is the denoiser.
+        """Run the analytic (Tweedie) sampler on the grid t_i = i / T; its last step, from t_1 to 0, is the denoiser.
 
         The authors' program takes `steps` analytic steps from t = 1 to 1e-5 and then one denoising call there, at which
         almost no mask is left: steps + 1 calls.
@@ -138,23 +138,22 @@ def score_entropy(log_total: Tensor, log_target: Tensor, sigma: PerRow) -> Float
 
 
 def tweedie_step(log_s: Logits, xt: Tokens, step: GridStep, mask_id: int, rng: Rng) -> tuple[Tokens, Positions]:
-    """x_s from the analytic step, [exp(-d Q) s]_y * exp(d Q)(x_t, y) with d = sigma_t - sigma_s, and what it revealed.
+    """Draw x_s by [exp(-d Q) s]_y * exp(d Q)(x_t, y), d = sigma_t - sigma_s; return it and the revealed positions.
 
     (e^d - 1) r is a = (alpha_s - alpha_t) / (1 - alpha_t), so a masked position is revealed with probability
-    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. alpha_s = 1 reveals all.
+    min(1, a c), c = sum_y s_y / r, and then takes y with probability s_y / sum s. The last step, a = 1, reveals all.
     """
     is_mask = torch.arange(log_s.shape[-1], device=log_s.device) == mask_id
 
     def at(positions: Positions, value: Callable[[Tensor], Tensor]) -> Tensor:
-        # Some positions at a time: in float64 all B * L * V numbers would be most of a step's work and memory.
+        # Some positions at a time: in float64 all B * L * V numbers would take most of a step's time and memory.
         parts = log_s[positions].split(AT_ONCE)
         return torch.cat([value(part.double().masked_fill(is_mask, NEG_INF)) for part in parts])
 
     u = torch.rand(xt.shape, generator=rng.stream("reveal"), device=xt.device, dtype=torch.float64)
     token, revealed = rng.stream("token"), xt == mask_id
-    if step.alpha_s < 1:
-        r = step.alpha_t / (1 - step.alpha_t)
-        a = float(reveal_probability(step.alpha_s, step.alpha_t))
-        chance = a / r * at(revealed, lambda part: part.logsumexp(-1)).exp()
+    if step.reveal < 1:
+        r = step.alpha / (1 - step.alpha)
+        chance = step.reveal / r * at(revealed, lambda part: part.logsumexp(-1)).exp()
         revealed = revealed.masked_scatter(revealed, u[revealed] < chance)
     return xt.masked_scatter(revealed, at(revealed, lambda part: draw_categorical(part, token))), revealed

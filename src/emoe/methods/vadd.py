@@ -15,14 +15,13 @@ from emoe.backbones.base import BackboneConfig
 from emoe.config import option
 from emoe.diffusion.categorical import each_component
 from emoe.diffusion.masking import subs
-from emoe.methods.base import BUDGET
 from emoe.methods.masked import Inferred, MaskedDiffusion, MaskedDiffusionConfig, ReverseStep
 from emoe.ramps import Linear, Ramp
 from emoe.rng import Rng, derive_seed
 from emoe.types import Mixture, Needs, Noised, PerRow, Ramps, Tokens, TokenSpace
 
 NODES = {1: 2_000, 2: 60}  # points of the trapezoid rule in each dimension of a latent of that size
-SAMPLES = 4_096  # latents drawn for the fully masked row where Z is too large for quadrature
+SAMPLES = 4_096  # latents drawn for all rows together where Z is too large for quadrature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,7 @@ class VADDConfig(MaskedDiffusionConfig, kind="vadd"):
     )
 
     def needs(self) -> Needs:
-        """A latent vector and an encoder of mean and log standard deviation."""
-        return Needs(cond=self.latent, encoder=2 * self.latent)
+        return Needs(cond=self.latent, encoder=2 * self.latent)  # mean and log standard deviation
 
     def variant(self) -> tuple[str, str]:
         return ("-plus", "+") if self.draws > 1 else ("", "")
@@ -86,7 +84,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         return ramp["kl_weight"] * noised.weight if self.config.elbo_weighted else ramp["kl_weight"]
 
     def infer(self, noised: Noised, ramp: Ramps, rng: Rng, draws: int = 1) -> Inferred:
-        """z from the encoder's Gaussian, which sees x0, t and the mask pattern of xt; `draws` of them for each row."""
+        """Draw z from the encoder's Gaussian, which depends on x0, t and the mask pattern; `draws` times per row."""
         parameters = self.encoder(noised.x0, noised.t, noised.xt == self.space.mask_id)
         if draws > 1:
             parameters, noised = parameters.repeat_interleave(draws, dim=0), noised.repeated(draws)
@@ -95,10 +93,10 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         return Inferred(self.predict(noised, noised.xt, noised.t, cond=latent.z)[0], latent)
 
     def objective(self, noised: Noised, ramp: Ramps, rng: Rng) -> tuple[PerRow, PerRow, PerRow, Inferred]:
-        """With K draws -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k).
+        """Return -beta log 1/K sum_k exp(f_k / beta) p(z_k) / q(z_k), f_k = w(t) log p(x0 | xt, z_k), for K draws.
 
-        beta is the weight of the KL, at least 0.01 here: with 1 at t = 1 it is the importance-weighted bound of Burda
-        et al. (2016), and with K = 1 its mean would be the objective itself, for any beta.
+        beta is the weight of the KL, at least 0.01 here. With beta = 1 at t = 1 it is the importance-weighted bound of
+        Burda et al. (2016); with K = 1 its mean would be the objective itself, for any beta.
         """
         draws = self.config.draws
         if draws == 1:
@@ -117,18 +115,16 @@ class VADD(MaskedDiffusion, config=VADDConfig):
         return {"cond": like if step.greedy else self._noise(like, rng)}
 
     @torch.no_grad()
-    def components(
-        self, xt: Tokens, t: float, *, budget: int = BUDGET, samples: int | None = None, seed: int = 0
-    ) -> Mixture:
-        """Points of a trapezoid rule if Z <= 2, else `samples` equally weighted latents; all rows share them."""
+    def components(self, xt: Tokens, t: float, *, seed: int = 0) -> Mixture:
+        """Return points of a trapezoid rule if Z <= 2, else equally weighted latents; all rows share them."""
         size, rows = self.config.latent, len(xt)
-        if samples is None and size in NODES:
-            z, log_weight = gaussian_grid(size, NODES[size])
-        else:
-            z = gaussian_points(samples or max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
+        if self.draws_components:
+            z = gaussian_points(max(1, SAMPLES // rows), size, derive_seed(seed, "exact", t))
             log_weight = z.new_full((len(z),), -math.log(len(z)))
+        else:
+            z, log_weight = gaussian_grid(size, NODES[size])
         z, parts = z.to(next(self.parameters())), []
-        for x, number in each_component(xt, len(z), budget=budget, what=f"VADD has {len(z)} values of its latent"):
+        for x, number in each_component(xt, len(z), f"VADD has {len(z)} values of its latent"):
             out = self.backbone(x, torch.full((len(x),), t, device=x.device), cond=z[number])
             parts.append(subs(self.backbone.read(out.h).double(), x, self.space.mask_id))
         log_token = torch.cat(parts).unflatten(0, (rows, len(z)))
@@ -140,7 +136,7 @@ class VADD(MaskedDiffusion, config=VADDConfig):
 
 
 def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Tensor, " R"]]:
-    """Points and log-weights of the trapezoid rule on [-9, 9]^Z for a mean over N(0, I), `nodes` in each dimension."""
+    """Return points and log-weights of a trapezoid rule on [-9, 9]^Z for N(0, I), with `nodes` in each dimension."""
     x = torch.linspace(-9, 9, nodes, dtype=torch.float64)
     log_weight = torch.log_softmax(-x.square() / 2, 0)
     points = torch.cartesian_prod(*[x] * size).view(-1, size)
@@ -148,6 +144,6 @@ def gaussian_grid(size: int, nodes: int) -> tuple[Float[Tensor, "R Z"], Float[Te
 
 
 def gaussian_points(count: int, size: int, seed: int) -> Float[Tensor, "R Z"]:
-    """`count` scrambled Sobol points mapped to N(0, I): each is a fair draw, together they are spread evenly."""
+    """Map `count` scrambled Sobol points to N(0, I): each is a fair draw, together they are spread evenly."""
     uniform = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(count, dtype=torch.float64)
     return torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))

@@ -1,4 +1,4 @@
-"""Recipes: names for experiments, one for each row of the paper's tables and a few of our own."""
+"""Recipes: named experiments, one for each row of the paper's tables and some others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Recipe(NamedTuple):
 
     doc: str
     build: Callable[[], Experiment]
-    origin: str  # where it is defined
+    origin: str  # module, and function
 
 
 _RECIPES: dict[str, Recipe] = {}
-EARLIER = {  # names of version 0.1 -> those of today
+EARLIER = {  # names of version 0.1 -> current names
     "toy-8modes-emoe-plus": "toy-8modes-emoe-vimco",
     "toy-swissroll-emoe-plus": "toy-swissroll-emoe-vimco",
     "ties-emoe-plus": "ties-emoe-wake-sleep",
@@ -52,7 +52,7 @@ def _add(name: str, new: Recipe) -> None:
 
 
 def all_recipes() -> dict[str, Recipe]:
-    """Every recipe of this package and those registered by the user, by name."""
+    """All recipes of this package and of the user, by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return dict(sorted(_RECIPES.items()))
@@ -61,7 +61,7 @@ def all_recipes() -> dict[str, Recipe]:
 def get_recipe(name: str) -> Experiment:
     """Build the experiment of a recipe; earlier names work too."""
     recipes = all_recipes()
-    found = recipes.get(name) or recipes.get(EARLIER.get(name, name))
-    if found is None:
+    current = name if name in recipes else EARLIER.get(name, name)
+    if current not in recipes:
         raise ConfigError(f"recipe: {name!r} is not known{hint(name, list(recipes))}")
-    return found.build()
+    return recipes[current].build()

@@ -9,7 +9,6 @@ from emoe.domains.images import DigitsConfig, MNISTConfig
 from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
 from emoe.experiment import EvalConfig, Experiment
-from emoe.methods.base import MethodConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADDConfig
@@ -21,36 +20,8 @@ from emoe.routing.compare import CompareConfig
 MNIST_T_LOW = 1 / 1024
 DIGITS_T_LOW = 1 / 64
 USAGE_FLOOR = 1.0  # nats, of at most ln 4 = 1.39
-
-
-def _mnist(name: str, method: MethodConfig) -> Experiment:
-    """The table of App. B.2; betas are those of the code its UNet comes from. Checkpoints in files of 16 MB at most."""
-    adam = OptimConfig(algorithm="adamw", lr=2e-4, betas=(0.9, 0.99), weight_decay=0.01, clip=1.0)
-    return Experiment(
-        name=name,
-        domain=MNISTConfig(),
-        backbone=UNetConfig(),
-        method=method,
-        optim=replace(adam, warmup=5_000, schedule="cosine", floor=0.1),
-        train=TrainConfig(steps=200_000, batch=64, ema=0.9999, precision="bf16", save_every=10_000, max_file_mb=16),
-        eval=EvalConfig(nfe=(1, 2, 4, 5, 10, 20, 64), samples=10_000, batch=500),
-    )
-
-
-def _digits(name: str, method: MethodConfig) -> Experiment:
-    """The same kind of network with 16 channels; 1,497 images, batch 64."""
-    adam = OptimConfig(algorithm="adamw", lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, clip=1.0)
-    return Experiment(
-        name=name,
-        domain=DigitsConfig(),
-        backbone=UNetConfig(channels=16, hidden=32, time_size=32, time_hidden=64),
-        method=method,
-        optim=replace(adam, warmup=50, floor=0.1),
-        train=TrainConfig(steps=2_600, batch=64, ema=0.995, precision="fp32", log_every=50, save_every=500),
-        eval=EvalConfig(nfe=(1, 2, 4, 8, 16, 64), samples=1_000, batch=500),
-    )
-
-
+# App. B.2; the betas are those of the code that its UNet comes from.
+ADAM = OptimConfig(algorithm="adamw", lr=2e-4, betas=(0.9, 0.99), weight_decay=0.01, warmup=5_000, floor=0.1)
 HALF = Linear(start=0.0, end=1.0, share=0.5)
 QUARTER = Linear(start=0.0, end=1.0, share=0.25)
 ONE = Constant(value=1.0)
@@ -60,7 +31,7 @@ MNIST_EMOE = EMoEConfig(
 # Four draws, as for small digits, would take five times as long (docs/log.md).
 MNIST_FLOOR = replace(MNIST_EMOE, kl_time_power=ONE, balance=0.3, usage_floor=USAGE_FLOOR)
 # The temperature falls a hundred times faster: training is a hundred times shorter. Without w(t) on the KL the latent
-# is too cheap at small t, and samples of many steps fall far behind (docs/log.md).
+# is too cheap at small t, and samples of many steps are much worse (docs/log.md).
 DIGITS_EMOE = replace(MNIST_EMOE, t_low=DIGITS_T_LOW, relax_tau=Decay(rate=2e-3, floor=0.5), kl_time_power=ONE)
 # The best of few steps on small digits (docs/log.md). A position is one of the coarsest map, with all finer ones and
 # pixels in it; the last block is drawn, because convolutions follow it.
@@ -73,17 +44,32 @@ for key, doc, method in (
     ("mdlm", "MDLM on binarised MNIST (App. B.2).", MDLMConfig(t_low=MNIST_T_LOW)),
     ("vadd", "VADD on binarised MNIST (App. B.2).", VADDConfig(t_low=MNIST_T_LOW, latent=64, kl_weight=QUARTER)),
     ("emoe", "E-MoE on binarised MNIST (App. B.2).", MNIST_EMOE),
-    (
-        "emoe-floor",
-        "E-MoE on binarised MNIST with w(t) on the KL too and a floor under the experts' usage.",
-        MNIST_FLOOR,
-    ),
+    ("emoe-floor", "E-MoE on binarised MNIST with w(t) on the KL too and a floor under expert usage.", MNIST_FLOOR),
 ):
-    register(__name__, doc, _mnist(f"mnist-{key}", method))
+    experiment = Experiment(
+        name=f"mnist-{key}",
+        domain=MNISTConfig(),
+        backbone=UNetConfig(),
+        method=method,
+        optim=ADAM,
+        train=TrainConfig(steps=200_000, batch=64, ema=0.9999, precision="bf16", save_every=10_000, max_file_mb=16),
+        eval=EvalConfig(nfe=(1, 2, 4, 5, 10, 20, 64), samples=10_000, batch=500),
+    )
+    register(__name__, doc, experiment)
+# A smaller network of the same kind; 1,497 images.
 for key, doc, method in (
     ("mdlm", "MDLM on small digits; about a minute", MDLMConfig(t_low=DIGITS_T_LOW)),
     ("vadd", "VADD on small digits; below two minutes", VADDConfig(t_low=DIGITS_T_LOW, latent=16, kl_weight=QUARTER)),
     ("emoe", "E-MoE on small digits: the choices of App. B.2, and w(t) on the KL too; about two minutes", DIGITS_EMOE),
     ("emoe-vimco", "E-MoE on small digits, learned by VIMCO with 4 draws; three to five minutes", DIGITS_VIMCO),
 ):
-    register(__name__, f"{doc} on two cores.", _digits(f"digits-{key}", method))
+    experiment = Experiment(
+        name=f"digits-{key}",
+        domain=DigitsConfig(),
+        backbone=UNetConfig(channels=16, hidden=32, time_size=32, time_hidden=64),
+        method=method,
+        optim=replace(ADAM, lr=2e-3, warmup=50),
+        train=TrainConfig(steps=2_600, batch=64, ema=0.995, precision="fp32", log_every=50, save_every=500),
+        eval=EvalConfig(nfe=(1, 2, 4, 8, 16, 64), samples=1_000, batch=500),
+    )
+    register(__name__, f"{doc} on two cores.", experiment)

@@ -1,7 +1,7 @@
-"""Text: the paper's LM1B experiment (App. B.3), news at a size for one GPU, and a size for tests.
+"""Text: the paper's LM1B experiment (App. B.3), news for one GPU, and a small size for tests.
 
-The rows come from a set that `emoe data prepare` wrote: sets/lm1b, sets/news or sets/text, unless --domain.path names
-another one (docs/guides/text.md).
+The rows are a set of `emoe data prepare`: sets/lm1b, sets/news or sets/text, unless --domain.path is another one
+(docs/guides/text.md).
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from emoe.recipes import register
 Options = dict[str, Any]
 NFE = (1, 2, 4, 8, 16, 32, 64, 128)  # up to the tokens of a row
 RAMP = Linear(start=0.0, end=1.0)
-# t ~ U[0.001, 1], as in the code that the paper builds on. Of 16,384 positions at a time logits are computed: 1 GB of
-# them with 30,522 symbols. There is room for those of 55 % of all positions; masked are 0.500 +- 0.002 of 256 rows.
+# t ~ U[0.001, 1], as in the code that the paper builds on. The logits of 16,384 positions and 30,522 symbols take 1 GB.
+# There is room for 55 % of all positions; of the positions of 256 rows 0.500 +- 0.002 are masked.
 LARGE: Options = {"t_low": 1e-3, "head_chunk": 16_384, "head_share": 0.55}
 
 
 def _family(where: str, mdlm: Experiment, *, block: int, vadd: Options, emoe: Options, free_nats: Options) -> None:
     """Register MDLM and, with the same data and training, the other methods.
 
-    With free nats E-MoE's blocks stay in use: all of them, or every second one, and most of their experts. The first
-    nats of such a block are free, so that it finds a use for them; a loss acts where the entropy of a block's usage is
-    below a floor; and the weight of a time comes to the KL over training, which lowers what a sampler of several calls
-    pays for its routes (docs/decisions/0026-every-second-block.md).
+    With free nats all of E-MoE's blocks, or every second one, and most of their experts stay in use: the first nats of
+    such a block cost nothing; a loss keeps the entropy of a block's usage above a floor; and the KL gets the weight of
+    its time in the course of training, for samplers of several calls (docs/decisions/0026-every-second-block.md).
     """
     shared = {name: getattr(mdlm.method, name) for name in ("t_low", "head_chunk", "head_share")}
     free_nats = emoe | {"balance": 0.3, "kl_time_power": RAMP} | free_nats

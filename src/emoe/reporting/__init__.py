@@ -1,1 +1,1 @@
-"""Numbers to words: results files in, tables, generated docs and HTML pages out. Nothing here needs torch."""
+"""Results files, and tables, generated docs and HTML pages made from them. Nothing here needs torch."""

@@ -1,4 +1,4 @@
-"""Cells of tables: the rows that a number is the mean of, its form, and the paper's number beside it."""
+"""Cells of tables: means over rows in a format, with the paper's numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DASH, NBSP, MINUS = "—", "\N{NO-BREAK SPACE}", "\N{MINUS SIGN}"  # a mean and 
 
 @functools.cache
 def names(table: str) -> dict[str, Any]:
-    """A table of `names.toml`: data, metrics, notes or pages."""
+    """Return a table of `names.toml`: data, metrics, notes or pages."""
     return dict(tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))[table])
 
 
 class Measure(NamedTuple):
-    """How a metric is printed: its name, decimals, and which direction is better (None: neither)."""
+    """Format of a metric: its label, decimals, and the better direction (None: neither)."""
 
     label: str
     digits: int
@@ -31,24 +31,24 @@ class Measure(NamedTuple):
 
 
 def measure(metric: str) -> Measure:
-    """How to print a metric; an unknown one gets two decimals and no best value."""
+    """Return the format of a metric; an unknown one has two decimals and no best value."""
     return Measure(**names("metrics").get(metric, {"label": metric, "digits": 2}))
 
 
 def data_name(data: str) -> str:
-    """A data set in tables."""
+    """Return the name of a data set in tables."""
     return str(names("data").get(data, data))
 
 
 def data_of(results: Results) -> list[str]:
-    """The data sets that models were measured on, the known ones first."""
+    """Return the data sets that models were measured on, the known ones first."""
     measured = {row.data for row in results.models.rows}
     return sorted(measured, key=lambda data: ([*names("data"), data].index(data), data))
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: its labels, and the rows that its cells are written from."""
+    """A line of a table: its labels and the rows of its cells."""
 
     labels: tuple[str, ...]
     rows: Sequence[Row] = ()
@@ -59,19 +59,19 @@ class Line:
     nfe: int | None = None  # of the paper's numbers
 
     def where(self, **fields: Any) -> Line:
-        """The same line with some of its rows; a reference measured without NFE is the same for each."""
+        """Return the line with the rows that fit; a reference measured without NFE has the same rows for each."""
         rows = select(self.rows, **fields)
         if self.reference and not rows:
             rows = select(self.rows, **fields | {"nfe": None})
         return dataclasses.replace(self, rows=rows, nfe=fields.get("nfe", self.nfe))
 
     def reported(self, metric: str) -> float | None:
-        """The paper's number beside this line."""
+        """Return the paper's number for this line."""
         return paper_numbers().get((self.paper, self.method, metric, self.nfe, self.variant))
 
 
 def write(mean: SeedMean | None, form: str, *, unit: str = "", plain: bool = False) -> str:
-    """`87.6 ±0.6`: a mean and its standard error in a form such as "+.3f"; `plain` without typographic signs."""
+    """Format a mean and its standard error as in `87.6 ±0.6`; `plain` uses ASCII for minus and space."""
     if mean is None:
         return DASH
     text = f"{mean.mean:{form}}{unit}"
@@ -89,28 +89,24 @@ class Number:
     form: str = ""  # default: the decimals of the metric; "+": these, with the sign
     prefix: str = ""
     unit: str = ""
-    per: float = 1.0  # what it is divided by
-    error: bool = True  # print the standard error
-    measured: bool = False  # of a single seed print the error of its measurement
-    spread: str = ""  # the metric that is printed as the error
-    plain: bool = False  # only signs and spaces of a keyboard
-    below: Sequence[Number] = ()  # shown where this number is
+    per: float = 1.0  # divisor
+    error: str = "seeds"  # standard error over seeds; "measured": of a single seed its own; a metric; "": no error
+    plain: bool = False  # ASCII minus and space
+    below: Sequence[Number] = ()  # if there is this number
     paper: str = ""  # form of the paper's numbers, for as many of ours as it has fields: "{:.1f}, H {:.2f}"
 
     def mean(self, line: Line) -> SeedMean | None:
-        """The mean over the seeds of a line."""
         wanted = self.where | ({"metric": self.metric} if self.metric else {})
-        mean = mean_over_seeds(select(line.rows, **wanted), measured=self.measured)
+        mean = mean_over_seeds(select(line.rows, **wanted), measured=self.error == "measured")
         if mean is None:
             return None
-        error = mean.stderr if self.error else None
-        if self.spread:
-            spread = mean_over_seeds(select(line.rows, **wanted | {"metric": self.spread}))
+        error = mean.stderr
+        if self.error not in ("seeds", "measured"):
+            spread = mean_over_seeds(select(line.rows, **wanted | {"metric": self.error}))
             error = spread and spread.mean
         return SeedMean(mean.mean / self.per, error and error / self.per)
 
     def __call__(self, line: Line) -> str:
-        """The text of the cell of a line."""
         metric = self.metric or next((row.metric for row in line.rows), "")
         form = self.form if self.form.strip("+") else f"{self.form}.{measure(metric).digits}f"
         texts = [self.prefix + write(self.mean(line), form, unit=self.unit, plain=self.plain)]
@@ -125,19 +121,19 @@ class Number:
         return "\n".join(texts)
 
 
-Measured, Plain = functools.partial(Number, measured=True), functools.partial(Number, error=False)
+Measured, Plain = functools.partial(Number, error="measured"), functools.partial(Number, error="")
 Millions = functools.partial(Plain, form=".2f", unit="M", per=1e6)
 Cell = Callable[[Line], str]  # writes the cell of a line
 Column = tuple[str, Cell]  # with its heading
 
 
 def reported(metric: str, form: str) -> Cell:
-    """A cell of the paper's number alone."""
+    """Return a cell of the paper's number alone."""
     return lambda line: DASH if (value := line.reported(metric)) is None else f"*{value:{form}}*"
 
 
 def over(name: str, heading: str, values: Iterable[object], cell: Cell) -> list[Column]:
-    """A column for each value of a field of rows."""
+    """Return a column for each value of a field of rows."""
 
     def column(value: object) -> Column:
         return heading.format(value), lambda line: cell(line.where(**{name: value}))

@@ -1,7 +1,7 @@
-"""Generated blocks of README, docs and pages of results: numbers in prose come from `results/*.json`.
+"""Generated blocks of README, docs and pages of results, with numbers from `results/*.json`.
 
 A block is everything between the lines `<!-- generated:NAME -->` and `<!-- /generated:NAME -->`. Run
-`python -m emoe.reporting.docs` to bring all blocks and pages up to date, or with `--check` to list which are stale.
+`python -m emoe.reporting.docs` to bring all blocks and pages up to date, or with `--check` to list stale files.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MARKERS = re.compile(
     r"|^<!-- /?generated:[\w-]+ -->$",
     re.MULTILINE | re.DOTALL,
 )
-load = functools.cache(Results.load)  # many blocks are made of one file
-Block = Callable[[Path], str]  # writes the content of a block from a folder of results
+load = functools.cache(Results.load)  # many blocks read one file
+Block = Callable[[Path], str]  # folder of results -> content
 
 
 class BlockError(ValueError):
@@ -37,7 +37,7 @@ class BlockError(ValueError):
 
 
 def block(make: Callable[..., str | list[Table]], *files: str, command: str = "") -> Block:
-    """A block made of results files; without numbers it names the command that measures them."""
+    """Return a block made of results files; without the files it names the command that writes them."""
 
     def write(folder: Path) -> str:
         paths = [folder / f"{file}.json" for file in files]
@@ -68,9 +68,8 @@ PAGES: dict[str, Callable[[Results], str]] = {  # whole pages below results/, ea
 }
 
 
-def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> tuple[str, list[str]]:
-    """A Markdown text with all its blocks made anew from a folder of results, and the names of those that changed."""
-    stale: list[str] = []
+def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> str:
+    """Return a Markdown text with all its blocks regenerated from a folder of results."""
 
     def fresh(match: re.Match[str]) -> str:
         name, line = match["name"], page.count("\n", 0, match.start()) + 1
@@ -81,42 +80,40 @@ def render(page: str, folder: Path, blocks: Mapping[str, Block] = BLOCKS) -> tup
         if name not in blocks:
             raise BlockError(f"line {line}: no block {name!r}; known: {', '.join(sorted(blocks))}")
         content = blocks[name](folder).strip("\n")
-        text = f"<!-- generated:{name} -->\n\n{content}\n\n<!-- /generated:{name} -->"
-        stale.extend([name] * (text != match[0]))
-        return text
+        return f"<!-- generated:{name} -->\n\n{content}\n\n<!-- /generated:{name} -->"
 
-    return MARKERS.sub(fresh, page), stale
+    return MARKERS.sub(fresh, page)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Update or check all blocks; returns the exit code."""
+    """Update or check all blocks; return the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=main.__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a block is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs/ and results/")
     options = parser.parse_args(arguments)
     load.cache_clear()
-    results, own, stale = options.root / "results", options.root / "research" / "tables.py", 0
+    results, own, stale = options.root / "results", options.root / "research" / "tables.py", False
     blocks = BLOCKS | (runpy.run_path(str(own))["BLOCKS"] if own.exists() else {})  # of this repository
     files = [*sorted((options.root / "docs").rglob("*.md")), *sorted(results.glob("*.md"))]
     for path in [options.root / "README.md", *files]:
+        source = path.with_suffix(".json")
         try:
             page = path.read_text(encoding="utf-8")
-            fresh, changed = render(page, results, blocks)
-            source = path.with_suffix(".json")
             if path.parent == results and path.stem in PAGES and source.exists():
                 fresh = PAGES[path.stem](load(source))
-                changed = [path.stem] * (fresh != page)
+            else:
+                fresh = render(page, results, blocks)
         except (OSError, BlockError, ResultsError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 2
-        stale += len(changed)
-        for name in changed:
-            print(f"{path}: {name} {'is out of date' if options.check else 'updated'}")
-        if changed and not options.check:
-            replace_file(path, fresh)
+        if fresh != page:
+            stale = True
+            print(f"{path} {'is out of date' if options.check else 'updated'}")
+            if not options.check:
+                replace_file(path, fresh)
     if options.check and stale:
         print(f"run `{COMMAND}` to bring them up to date")
-    return int(options.check and stale > 0)
+    return int(options.check and stale)
 
 
 if __name__ == "__main__":

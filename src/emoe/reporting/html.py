@@ -1,4 +1,4 @@
-"""A results file or a run as one HTML page that needs nothing else: tables, curves, pictures and their origin."""
+"""A results file or a run as one self-contained HTML page: tables, curves, pictures and their origin."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from emoe.figures.base import png
 from emoe.figures.curves import Curve, Panel, draw, read_curve
 from emoe.files import replace_file
 from emoe.reporting import images, text, ties, toy
-from emoe.reporting.cells import data_name, data_of, measure, names
-from emoe.reporting.grid import metric_tables, sampled
+from emoe.reporting.cells import data_of, names
+from emoe.reporting.notes import comma, span
 from emoe.reporting.render import html_table, inline
-from emoe.reporting.results import Results, ResultsError
-from emoe.reporting.table import Table, comma, printed, span
+from emoe.reporting.results import Results
+from emoe.reporting.table import Table, over_nfe, printed, sampled
 
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"<svg": "svg+xml"}
 ORIGIN = ("Command", "Commit", "Machine", "Date (wall time)", "Seeds", "Samples")
@@ -27,7 +27,7 @@ TRAINING = {"loss": "Training loss (nats per token)", "kl": "KL of the latent (n
 def write_page(
     path: Path, title: str, results: Results, *, pictures: Mapping[Path, str] | None = None, runs: Sequence[Path] = ()
 ) -> None:
-    """Write the page, with pictures (file -> caption) and training curves of run folders; it loads nothing else."""
+    """Write the page, with pictures (file -> caption) and training curves of run folders."""
     tasks, origin = list(dict.fromkeys(row.task for row in results.rows)), []
     for name, run in results.runs.items():
         own = results.only(run=name)
@@ -65,7 +65,7 @@ def _picture(data: bytes, caption: str) -> str:
 
 
 def _results(part: Results, task: str) -> str:
-    """The tables of a task, side by side where the window is wide enough, and curves of those over NFE."""
+    """Return the tables of a task, side by side where the window is wide enough, and curves of those over NFE."""
     tables = [table for make in TABLES.get(task, (_over_nfe, toy.exact_tables)) for table in make(part)]
     cards = (_card(html_table(table, part.colour), table.title, table.note) for table in tables)
     figure = _figure((_panel(table, part.colour) for table in tables), task)
@@ -73,20 +73,9 @@ def _results(part: Results, task: str) -> str:
 
 
 def _over_nfe(part: Results) -> list[Table]:
-    """All known metrics of samples over NFE, by data set."""
-    tables = []
-    for data in data_of(part):
-        own = sampled(part).only(data=data)
-        measured = {row.metric for row in own.models.rows if row.nfe is not None}
-        for metric in [metric for metric in names("metrics") if metric in measured]:
-            try:
-                over_nfe = metric_tables(own, own.rows[0].task, metric)
-            except ResultsError:  # several recipes of one method
-                over_nfe = images.nfe_table(own, metric)
-            for table in over_nfe:
-                table.title = f"{measure(metric).label}, {data_name(data)}"
-            tables += over_nfe
-    return tables
+    """Return all known metrics of samples over NFE, by data set."""
+    parts = [sampled(part).only(data=data) for data in data_of(part)]
+    return [table for own in parts for metric in names("metrics") for table in over_nfe(own, metric)]
 
 
 TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; all others as the toy
@@ -98,20 +87,19 @@ TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; al
 
 
 def _panel(table: Table, colour: Callable[[str], str]) -> Panel:
-    """A table over NFE as curves, those of references dashed; nothing of cells with several numbers."""
+    """Return a table over NFE as curves, dashed for references; none if cells have several numbers."""
     single = not any("\n" in cell.partition("\n*(")[0] for row in table.rows for cell in row)
     steps = {column: int(name[4:]) for column, name in enumerate(table.header) if single and name.startswith("NFE ")}
     curves = {}
-    for number, (row, method) in enumerate(zip(table.rows, table.methods, strict=True)):
+    for row, line in zip(table.rows, table.lines, strict=True):
         points = [(step, value) for column, step in steps.items() if (value := printed(row[column])) is not None]
-        if method and len(points) > 1:
-            style = "--" if number in table.references else "-"
-            curves[row[0]] = Curve(points, colour=colour(method), style=style)
-    return Panel(table.title.strip("*"), curves)
+        if line.method and len(points) > 1:
+            curves[row[0]] = Curve(points, colour=colour(line.method), style="--" if line.reference else "-")
+    return Panel(f"{table.title.strip('*')}, {table.header[0]}", curves)
 
 
 def _training(results: Results, runs: Sequence[Path]) -> Iterable[Panel]:
-    """The loss of runs in the course of training, and the KL of those with a latent."""
+    """Yield training curves of the loss of runs, and of the KL of those with a latent."""
     for key, title in TRAINING.items():
         curves = {}
         for run in runs:
@@ -125,7 +113,7 @@ def _training(results: Results, runs: Sequence[Path]) -> Iterable[Panel]:
 
 
 def _figure(panels: Iterable[Panel], name: str) -> str:
-    """Panels as one picture, two in a row; without matplotlib a sentence in its place."""
+    """Return panels as one picture, two in a row; without matplotlib a sentence."""
     shown = [panel for panel in panels if panel.curves]
     rows = [shown[start : start + 2] for start in range(0, len(shown), 2)]
     try:

@@ -1,4 +1,4 @@
-"""Where and from which source a number was made: device, versions, date and commit."""
+"""Device, versions, date and commit of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIT_SECONDS = 5  # a slow disk must not hold up an evaluation
 
 
 def describe_machine(device: object) -> dict[str, str]:
-    """The fields of `RunInfo` that describe where code runs, on the device in use."""
+    """Return the fields of `RunInfo` that describe the machine and the source, for the device in use."""
     kind, name, version = str(device), "", "none"
     try:
         import torch
@@ -37,13 +37,13 @@ def describe_machine(device: object) -> dict[str, str]:
 
 
 def source_commit() -> str:
-    """The commit of this source tree: EMOE_COMMIT if set, otherwise that of git; `-dirty` if src/ differs from it."""
+    """Return the commit of this source tree: EMOE_COMMIT, or that of git; with `-dirty` if src/ differs from it."""
     return os.environ.get("EMOE_COMMIT") or git_commit()
 
 
 @functools.cache
 def git_commit() -> str:
-    """The commit as git reports it, asked once in a process; `unknown` without an answer."""
+    """Return the commit as git reports it, called once in a process; `unknown` without git."""
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str:
@@ -57,4 +57,4 @@ def git_commit() -> str:
             return commit + "-dirty" * bool(git("status", "--porcelain", "--", str(source)))
     except (OSError, subprocess.SubprocessError):
         pass
-    return "unknown"  # as for an installed copy that merely lies inside some other repository
+    return "unknown"  # also for an installed copy inside some other repository

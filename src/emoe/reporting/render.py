@@ -7,16 +7,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from emoe.console import console_table
-from emoe.reporting.cells import NBSP
-from emoe.reporting.grid import metric_tables
+from emoe.reporting.cells import NBSP, Line
 from emoe.reporting.results import Results
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, over_nfe
 
 
 def markdown(tables: Iterable[Table]) -> str:
-    """Tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
+    """Return tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
 
-    `|` and line ends inside cells are made harmless.
+    `|` and line ends inside cells are escaped.
     """
 
     def line(cells: Sequence[str]) -> str:
@@ -24,15 +23,15 @@ def markdown(tables: Iterable[Table]) -> str:
 
     pieces = []
     for table in tables:
-        letters = table.align.ljust(len(table.header), "r")
-        rule = "|" + "|".join("---:" if letter == "r" else "---" for letter in letters) + "|"
+        labels = len(table.lines[0].labels) if table.lines else 1
+        rule = "|" + "---|" * labels + "---:|" * (len(table.header) - labels)
         cells = "\n".join([line(table.header), rule, *map(line, table.rows)])
         pieces += [piece for piece in (table.title, cells, table.note) if piece]
     return "\n\n".join(pieces) + "\n" if pieces else ""
 
 
 def plain(text: str) -> str:
-    """Inline Markdown without its signs: `**87.6**` becomes `87.6*`, and `*(85.0)*` becomes `(85.0)`."""
+    """Return inline Markdown without its signs: `**87.6**` becomes `87.6*`, and `*(85.0)*` becomes `(85.0)`."""
     text = re.sub(r"^\*\*([-\d.]+)\*\*", "\\1\0", text)
     text = re.sub(r"\*\*([^*]+)\*\*|\*([^*]+)\*|`([^`]+)`", r"\1\2\3", text)
     return text.replace("\0", "*").replace(NBSP, " ")
@@ -47,20 +46,20 @@ def print_table(table: Table) -> None:
 def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
     """Print metrics over NFE to the terminal, a table for each data set."""
     for metric in metrics:
-        for table in metric_tables(results, task, metric):
+        for table in over_nfe(results.only(task=task), metric):
             print_table(table)
 
 
 def html_table(table: Table, colour: Callable[[str], str]) -> str:
-    """The cells of a table in HTML, with the colours of methods; a table without methods is one of words."""
+    """Return a table in HTML, with the colours of methods."""
     head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
     lines = []
     for number, row in enumerate(table.rows):
-        method = table.methods[number] if table.methods else ""
-        key = f'<i class="key" style="background:{colour(method)}"></i>' if method else ""
+        line = table.lines[number] if table.lines else Line(())
+        key = f'<i class="key" style="background:{colour(line.method)}"></i>' if line.method else ""
         cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
-        lines.append(f'<tr class="{"reference" * (number in table.references)}">{"".join(cells)}</tr>')
-    kind, body = "numbers" if table.methods else "words", "\n".join(lines)
+        lines.append(f'<tr class="{"reference" * line.reference}">{"".join(cells)}</tr>')
+    kind, body = "numbers" if table.lines else "words", "\n".join(lines)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
     )
@@ -75,7 +74,7 @@ def _html_cell(cell: str, key: str) -> str:
 
 
 def inline(text: str) -> str:
-    """Inline Markdown as HTML, escaped."""
+    """Return inline Markdown as HTML, escaped."""
     text = html.escape(text)
     for pattern, tag in ((r"\*\*(.+?)\*\*", "b"), (r"\*(.+?)\*", "em"), (r"`([^`]+)`", "code")):
         text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)

@@ -1,7 +1,7 @@
 """Results as small JSON files: rows of numbers, each with the run (command, commit, machine) behind it.
 
 `results/<task>.json` holds `{"runs": {id: run}, "rows": [row, ...]}` and, optionally, `"methods": {name: {"label",
-"colour"}}`. Everything that prints a number reads these files and nothing else.
+"colour"}}`. All printed numbers come from these files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _is_moment(text: str) -> bool:
         return False
 
 
-# Texts with a form: how it is called, and its test.
+# Texts with a form: its name and its test.
 _TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
     "date": ("an ISO date and time with a zone", _is_moment),
     "label": ("text that is not empty", str.strip),
@@ -54,7 +54,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _faults(record: type, data: Any) -> Iterator[str]:
-    """Names, types, finiteness and forms of the values of a record; `.key: problem` for each fault."""
+    """Check names, types, finiteness and forms of the values of a record; yield `.key: problem` for each fault."""
     if not isinstance(data, dict):
         yield f": expected an object, got {data!r}"
         return
@@ -94,19 +94,19 @@ class RunInfo(_Record):
 
     @property
     def when(self) -> datetime:
-        """The date as a moment in time, so that runs can be ordered."""
+        """The date as a `datetime`."""
         return datetime.fromisoformat(self.date)
 
     @property
     def id(self) -> str:
-        """A short name that depends on nothing but the run: its day and 8 hex digits."""
+        """A short name: the day and 8 hex digits of a hash."""
         key = "\0".join((self.command, self.commit, self.device, self.date))
         return f"{self.when.astimezone(UTC):%Y%m%d}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(_Record):
-    """One number. `recipe`, `seed` and `nfe` are None where they mean nothing, as for real data."""
+    """One number. `recipe`, `seed` and `nfe` are None where they do not apply, as for real data."""
 
     run: str = ""  # filled in by `Results.add`
     task: str
@@ -116,17 +116,17 @@ class Row(_Record):
     seed: int | None
     nfe: int | None
     metric: str
-    convention: str | None = None  # which bound or estimate a likelihood is: objective, bound@T, nelbo, iw@T,K, exact
+    convention: str | None = None  # kind of bound or estimate of a likelihood: objective, bound@T, nelbo, iw@T,K, exact
     value: float | int
     stderr: float | int | None = None
     n: int | None = None
 
-    identity = property(attrgetter(*IDENTITY))  # what a newer row must agree in to replace this one
+    identity = property(attrgetter(*IDENTITY))  # a newer row with the same one replaces this row
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodStyle(_Record):
-    """How a method is shown: one label and one colour in every table and figure."""
+    """Label and colour of a method in every table and figure."""
 
     label: str
     colour: str  # #rrggbb
@@ -134,30 +134,25 @@ class MethodStyle(_Record):
 
 @functools.cache
 def known_methods() -> dict[str, MethodStyle]:
-    """The methods of this package and the references, in the order of tables."""
+    """Return the methods of this package and the references, in the order of tables."""
     styles = json.loads(Path(__file__).with_name("methods.json").read_bytes())
     return {name: MethodStyle(**style) for name, style in styles.items()}
 
 
-def method_rank(method: str) -> float:
-    """Sorts methods: the known ones in their order, then unknown ones, references last."""
+def method_rank(method: str) -> tuple[float, str]:
+    """Return the sort key of a method: the known ones in their order, then unknown ones by name, references last."""
     order = list(known_methods())
-    return order.index(method) if method in order else len(order) - len(REFERENCES) - 0.5
-
-
-def methods_of(rows: Iterable[Row]) -> list[str]:
-    """The methods of rows in the order of tables."""
-    return sorted({row.method for row in rows}, key=lambda method: (method_rank(method), method))
+    return order.index(method) if method in order else len(order) - len(REFERENCES) - 0.5, method
 
 
 def select(rows: Iterable[Row], **filters: Any) -> list[Row]:
-    """Rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""
+    """Return rows that fit all filters; a filter is a value of the field, or a list, tuple or set of values."""
     wanted = {key: value if isinstance(value, list | tuple | set) else (value,) for key, value in filters.items()}
     return [row for row in rows if all(getattr(row, key) in values for key, values in wanted.items())]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON keeps the last of two equal keys silently; in a merged file that would hide a lost run."""
+    """Refuse equal keys, of which JSON keeps the last silently: in a merged file that would hide a lost run."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         raise ResultsError(f"a key occurs twice in the object that begins with {pairs[0][0]!r}")
@@ -166,7 +161,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Results:
-    """The rows of a task in the order of the file, their runs, and method styles; `add` and `merge` change it."""
+    """Rows in the order of the file, their runs, and method styles; `add` and `merge` change them in place."""
 
     rows: list[Row] = field(default_factory=list)
     runs: dict[str, RunInfo] = field(default_factory=dict)
@@ -182,44 +177,43 @@ class Results:
         tree = {"methods": {}} | tree if isinstance(tree, dict) else {}
         if {key: type(value) for key, value in tree.items()} != {"methods": dict, "runs": dict, "rows": list}:
             raise ResultsError(f'{path}: expected objects "runs" and perhaps "methods", a list "rows", no other keys')
-        tree["rows"], faults, parts = dict(enumerate(tree["rows"])), list[str](), dict[str, Any]()
-        kinds: dict[str, Any] = {"runs": RunInfo, "methods": MethodStyle, "rows": Row}
-        for part, record in kinds.items():
-            problems = {key: list(_faults(record, data)) for key, data in tree[part].items()}
-            faults += [f"{part}[{key!r}]{problem}" for key, own in problems.items() for problem in own]
-            parts[part] = {key: record(**data) for key, data in tree[part].items() if not problems[key]}
+        faults = [
+            f"{part}[{key!r}]{fault}"
+            for part, kind in (("runs", RunInfo), ("methods", MethodStyle), ("rows", Row))
+            for key, data in (tree[part].items() if part != "rows" else enumerate(tree[part]))
+            for fault in _faults(kind, data)
+        ]
+        rows = [] if faults else [Row(**data) for data in tree["rows"]]
         first: dict[tuple[Any, ...], int] = {}
-        for index, row in parts["rows"].items():
+        for index, row in enumerate(rows):
             if row.run not in tree["runs"]:
                 faults.append(f"rows[{index}].run: {row.run!r} is not among the runs")
             if first.setdefault(row.identity, index) != index:
                 faults.append(f"rows[{index}]: the same {', '.join(IDENTITY)} as rows[{first[row.identity]}]")
         if faults:
             raise ResultsError("\n".join(f"{path}: {fault}" for fault in faults[:20]))
-        return cls(_ordered(parts["rows"].values()), parts["runs"], parts["methods"])
+        runs = {name: RunInfo(**run) for name, run in tree["runs"].items()}
+        return cls(_ordered(rows), runs, {name: MethodStyle(**style) for name, style in tree["methods"].items()})
 
     def add(self, run_info: RunInfo, rows: Iterable[Row], methods: Styles | None = None) -> Results:
-        """Take in the rows of one run, and labels and colours of methods."""
+        """Add the rows of one run, and labels and colours of methods."""
         styles = {name: MethodStyle(**style) for name, style in (methods or {}).items()}
         own = [dataclasses.replace(row, run=run_info.id) for row in rows]
         return self.merge(Results(own, {run_info.id: run_info}, styles))
 
     def merge(self, other: Results) -> Results:
-        """Take in other results. Of two rows or styles of one identity the one whose run is younger stays."""
+        """Add other results. Of two rows or styles with the same identity the one of the newer run stays."""
         runs = self.runs | other.runs
-        ours, theirs = (max((run.when for run in part.runs.values()), default=None) for part in (self, other))
-        newer = ours is None or theirs is None or ours <= theirs
-        self.methods = self.methods | other.methods if newer else other.methods | self.methods
-        rows = {row.identity: row for row in self.rows}
-        for row in other.rows:
-            present = rows.get(row.identity, row)
-            rows[row.identity] = row if runs[present.run].when <= runs[row.run].when else present
+        when = {name: run.when.timestamp() for name, run in runs.items()}
+        older, newer = sorted((self, other), key=lambda part: max((when[name] for name in part.runs), default=0.0))
+        self.methods = older.methods | newer.methods
+        rows = {row.identity: row for row in sorted([*self.rows, *other.rows], key=lambda row: when[row.run])}
         self.rows = _ordered(rows.values())
         self.runs = {name: runs[name] for name in sorted({row.run for row in self.rows})}
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole or not at all, a line per row; equal results give equal bytes."""
+        """Write the file atomically, a line per row; equal results give equal bytes."""
         dump = functools.partial(json.dumps, default=vars, ensure_ascii=False, allow_nan=False)
         runs, styles = (
             ",\n".join(f"  {json.dumps(name)}: {dump(record)}" for name, record in sorted(records.items()))
@@ -233,11 +227,11 @@ class Results:
         return select(self.rows, **filters)
 
     def only(self, **filters: Any) -> Results:
-        """The part of these results that fits all filters (see `select`)."""
+        """Return the results that fit all filters (see `select`)."""
         return self.of(self.select(**filters))
 
     def of(self, rows: Iterable[Row]) -> Results:
-        """Results of some of these rows."""
+        """Return results of some of these rows."""
         rows = list(rows)
         used = {row.run for row in rows}
         return Results(rows, {name: run for name, run in self.runs.items() if name in used}, self.methods)
@@ -252,12 +246,12 @@ class Results:
         return sorted({row.seed for row in self.rows if row.seed is not None})
 
     def label(self, method: str) -> str:
-        """The name of a method in tables and figures."""
+        """Return the name of a method in tables and figures."""
         styles = known_methods() | self.methods
         return styles[method].label if method in styles else method
 
     def colour(self, method: str) -> str:
-        """The colour of a method in figures; an unknown method gets one that no known method has."""
+        """Return the colour of a method; an unknown method gets one that no known method has."""
         styles = known_methods() | self.methods
         if method in styles:
             return styles[method].colour
@@ -267,7 +261,7 @@ class Results:
 
 
 def _ordered(rows: Iterable[Row]) -> list[Row]:
-    """Rows in the order of files: None before any value, and numbers as numbers."""
+    """Sort rows as in files: None before any value, and numbers as numbers."""
     return sorted(rows, key=lambda row: [(value is not None, value) for value in row.identity])
 
 
@@ -279,7 +273,7 @@ class SeedMean(NamedTuple):
 
 
 def mean_over_seeds(rows: Iterable[Row], *, measured: bool = False) -> SeedMean | None:
-    """Mean and standard error of rows that differ in the seed alone; `measured`: a single row keeps its own error."""
+    """Return the mean of rows that differ in the seed alone; with `measured` a single row keeps its own error."""
     rows = list(rows)
     for key in IDENTITY:
         values = sorted({str(getattr(row, key)) for row in rows})
@@ -291,7 +285,7 @@ def mean_over_seeds(rows: Iterable[Row], *, measured: bool = False) -> SeedMean 
 
 
 def mean_of(values: Iterable[float]) -> SeedMean | None:
-    """Mean and standard error of numbers; None without numbers."""
+    """Return mean and standard error of numbers; None without numbers."""
     values = list(values)
     if len(values) < 2:
         return SeedMean(values[0], None) if values else None

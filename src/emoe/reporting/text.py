@@ -10,48 +10,35 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Measured, Millions, Number, Plain, names, over, reported
+from emoe.reporting.cells import DASH, MINUS, Column, Line, Measured, Millions, Number, Plain, over, reported
+from emoe.reporting.notes import note, span
 from emoe.reporting.recipes import paper_numbers
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row, select
-from emoe.reporting.table import Table, build, conventions_of, models, note, span, steps_of
+from emoe.reporting.table import Table, build, conventions_of, models, steps_of
 
 SETTINGS = ("paper", "duo")  # of perplexities
+GREEDY, AVERAGED = (
+    "route_tau=0",
+    "mean_below=0.7",
+)  # other ways to draw routes, in conventions; the latter of version 0.1
+VARIANTS = {GREEDY: "greedy routes", AVERAGED: "averaged routes"}
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
-MAUVE = Number("mauve", {"convention": None}, spread="mauve_spread")  # over seeds of k-means, as in the paper
+MAUVE = Number("mauve", {"convention": None}, error="mauve_spread")  # over seeds of k-means, as in the paper
 Spec = tuple[Sequence[Line], Sequence[Column], dict[str, Any]]  # lines, columns, values of the note
 GAIN = Measured("coordination_gain", {"convention": "bound@1"}, "+.3f")
 
 
-class Variant(NamedTuple):
-    """Another way to draw the routes of E-MoE with the same weights."""
-
-    name: str  # in the convention of a row
-    label: str
-    paper: str  # its name among the paper's numbers, which may have none of it
-    settings: dict[str, str] = {}
-
-
-GREEDY = Variant("route_tau=0", "greedy routes", "greedy", {"method.route-tau": "0"})
-AVERAGED = Variant("mean_below=0.7", "averaged routes", "averaged")  # of version 0.1, as recorded
-VARIANTS = {variant.name: variant for variant in (GREEDY, AVERAGED)}
-
-
 def in_setting(setting: str, variant: str | None = None) -> str:
-    """The convention of a perplexity: the setting that tokens are counted in, and the variant of sampling."""
+    """Return the convention of a perplexity: the setting that tokens are counted in, and the variant of sampling."""
     return setting if variant is None else f"{setting} {variant}"
 
 
-def data_of(results: Results) -> list[str]:
-    """Data sets that models were trained on."""
-    return sorted({row.data for row in results.models.rows if not row.metric.startswith("zero_shot_")})
-
-
 def likelihood(prefix: str = "") -> Number:
-    """Perplexity, below it nats per token."""
+    """Return a cell of the perplexity, below it nats per token."""
     return Measured(f"{prefix}ppl", form=".2f", below=[Measured(f"{prefix}nll_token", form=".4f")])
 
 
@@ -62,83 +49,76 @@ class TextTables:
         self.rows, self.setting = rows, setting
         entropy = Plain("entropy", {"convention": None}, prefix="H ")
         self.perplexity = Measured("gen_ppl", {"convention": setting}, ".1f", below=[entropy], paper="{:.1f}, H {:.2f}")
-        # The evaluation language model that scored last: scores of an earlier one were replaced by its own.
-        scores = rows.select(method="judge")
-        last = max(scores, key=lambda row: rows.runs[row.run].when, default=None)
-        own = [row for row in scores if last and row.recipe == last.recipe]
-        self.judge = Line((rows.label("judge"),), own, "judge", reference=True)
+        # The evaluation LM that scored last: scores of an earlier one were replaced.
+        last = sorted(rows.select(method="judge"), key=lambda row: rows.runs[row.run].when)[-1:]
+        own = rows.select(method="judge", recipe=[row.recipe for row in last])
+        self.eval_lm = Line((rows.label("judge"),), own, "judge", reference=True)
 
-    def judge_note(self) -> str:
-        """How far to trust the evaluation language model: its perplexity of the test rows beside that of the AR row."""
-        exact = Number("ppl", {"convention": "exact"}).mean
-        own, step = exact(self.judge), Number("judge_step").mean(self.judge)
-        if own is None:
-            return ""
-        text = f"The judge's own perplexity of the test rows is {own.mean:.2f}"
-        for baseline in [mean for line in models(self.rows) if line.method == "ar" and (mean := exact(line))][:1]:
-            relation = "below" if own.mean < baseline.mean else "not below"
-            text += f", {relation} that of the AR row, {baseline.mean:.2f}"
-        if step:
-            text += f"; kept from step {step.mean:,.0f}, where the loss of its own validation rows was lowest"
-        return f"{text}."
+    def values(self) -> dict[str, str]:
+        """Return values for notes: the setting, and test perplexities of the evaluation LM and the AR model."""
+        exact = Plain("ppl", {"convention": "exact"}, ".2f")
+        ar = [exact(line) for line in models(self.rows) if line.method == "ar" and self.eval_lm.rows]
+        step = Plain("judge_step", form=",.0f")(self.eval_lm)
+        return {"setting": self.setting, "lm_ppl": exact(self.eval_lm), "ar_ppl": "".join(ar[:1]), "lm_step": step}
 
     def gen_ppl(self) -> Spec:
-        setting, rows = self.setting, self.rows
-        lines = models(rows, metric="gen_ppl", convention=setting)
-        steps = steps_of(lines, "gen_ppl")
+        rows, lines = self.rows, models(self.rows, metric="gen_ppl", convention=self.setting)
         real = Line(("held-out text",), rows.select(method="data"), "data", reference=True)
-        beside = any(line.where(nfe=nfe).reported("gen_ppl") for line in lines for nfe in steps)
-        entropy = f"\n*(H {paper_numbers()['lm1b', 'data', 'entropy', None, None]:.2f})*" * beside
+        entropy = f"\n*(H {paper_numbers()['lm1b', 'data', 'entropy', None, None]:.2f})*"
+        beside = entropy * any(line.paper for line in lines)
 
         def cell(line: Line) -> str:
-            return self.perplexity(line) + entropy * line.reference
+            return self.perplexity(line) + beside * line.reference
 
-        samples = span(row.n for row in rows.models.select(metric="gen_ppl", convention=setting))
-        return lines + [real] * bool(real.rows), over("nfe", "NFE {}", steps, cell), {"samples": samples}
+        columns = over("nfe", "NFE {}", steps_of(rows.models.select(metric="gen_ppl")), cell)
+        samples = span(row.n for row in rows.models.select(metric="gen_ppl", convention=self.setting))
+        return lines + [real] * bool(real.rows), columns, {"samples": samples}
 
     def mauve(self) -> Spec:
-        lines, features = models(self.rows, metric="mauve", convention=None), ""
-        if (pca := Number("pca_dimensions").mean(self.judge)) and (share := Number("pca_share").mean(self.judge)):
-            features = f"Features of the judge, {pca.mean:.0f} principal components of the held-out rows "
-            features += f"({share.mean:.1f} % of their variance)."
-        samples = span(row.n for row in self.rows.select(metric="mauve", convention=None))
-        columns = over("nfe", "NFE {}", steps_of(lines, "mauve"), replace(MAUVE, paper="{:.2f}"))
-        return lines, columns, {"samples": samples, "features": features}
+        rows = self.rows.select(metric="mauve", convention=None)
+        columns = over("nfe", "NFE {}", steps_of(rows), replace(MAUVE, paper="{:.2f}"))
+        values = {
+            "samples": span(row.n for row in rows),
+            "components": Plain("pca_dimensions", form=".0f")(self.eval_lm),
+            "share": Plain("pca_share", form=".1f")(self.eval_lm),
+        }
+        return models(self.rows, metric="mauve", convention=None), columns, values
 
     def collapse(self) -> Spec:
         """E-MoE with drawn and with other routes, and MDLM, at every NFE of the ablation."""
-        lines, others = list[Line](), list[Line]()
+        lines = []
         for line in models(self.rows, metric="gen_ppl"):
-            own = [self._in_variant(line, variant) for variant in VARIANTS.values()]
+            own = [self._in_variant(line, variant) for variant in VARIANTS]
             own = [variant for variant in own if variant.where(metric="gen_ppl").rows]
             if own:
                 lines.append(replace(line, labels=(f"{line.labels[0]}, drawn routes",), variant="route_tau=1"))
             elif line.method == "mdlm":
                 lines.append(replace(line, variant="collapse-reference"))
-            lines, others = lines + own, others + own
+            lines += own
         cell = self.perplexity
         if any(line.where(metric="mauve").rows for line in lines):
             cell = replace(cell, below=[*cell.below, replace(MAUVE, prefix="MAUVE ")])
-        averaged = names("notes")["text-averaged"] * any(line.variant == AVERAGED.paper for line in others)
-        return lines, over("nfe", "NFE {}", steps_of(others, "gen_ppl"), cell), {"averaged": averaged}
+        averaged = "Averaged routes" if any(line.variant == AVERAGED for line in lines) else ""
+        conventions = [in_setting(self.setting, variant) for variant in VARIANTS]
+        steps = steps_of(self.rows.select(metric="gen_ppl", convention=conventions))
+        return lines, over("nfe", "NFE {}", steps, cell), {"averaged": averaged}
 
-    def _in_variant(self, line: Line, variant: Variant) -> Line:
-        """The rows of another way to sample as if it were the plain one."""
-        plain: dict[str | None, str | None] = {in_setting(self.setting, variant.name): self.setting, variant.name: None}
+    def _in_variant(self, line: Line, variant: str) -> Line:
+        """Return a line whose rows of a variant have the conventions of plain sampling."""
+        plain: dict[str | None, str | None] = {in_setting(self.setting, variant): self.setting, variant: None}
         rows = [replace(row, convention=plain[row.convention]) for row in select(line.rows, convention=[*plain])]
-        return replace(line, labels=(f"{line.labels[0]}, {variant.label}",), rows=rows, variant=variant.paper)
+        return replace(line, labels=(f"{line.labels[0]}, {VARIANTS[variant]}",), rows=rows, variant=variant)
 
     def likelihood(self) -> Spec:
         lines = models(self.rows, metric="ppl")
-        lines += [self.judge] * bool(lines and self.judge.where(metric="ppl").rows)
-        columns = over("convention", "{}", conventions_of(lines, "ppl"), likelihood())
+        lines += [self.eval_lm] * bool(lines and self.eval_lm.where(metric="ppl").rows)
+        columns = over("convention", "{}", conventions_of(self.rows.select(metric="ppl")), likelihood())
         columns = [("paper", reported("ppl", ".2f")), *columns, ("coordination gain", GAIN)]
         return lines, columns, {}
 
     def zero_shot(self) -> Spec:
-        lines = models(self.rows)
-        columns = over("convention", "{}", conventions_of(lines, "zero_shot_ppl"), likelihood("zero_shot_"))
-        return lines, columns, {}
+        conventions = conventions_of(self.rows.models.select(metric="zero_shot_ppl"))
+        return models(self.rows), over("convention", "{}", conventions, likelihood("zero_shot_")), {}
 
     def design(self) -> Spec:
         columns: list[Column] = [
@@ -167,18 +147,18 @@ class TextTables:
         return lines, columns, {}
 
     def checks(self) -> Spec:
-        """Three questions to a latent: blocks in use, a gain over a factorised step, MDLM beaten at few calls."""
+        """Three checks: blocks in use, a gain over a factorised step, lower perplexity than MDLM at few calls."""
         everyone = models(self.rows)
         lines = [line for line in everyone if self.setting and any(one.labels[1] != "all" for one in _blocks(line))]
         columns: list[Column] = [("half of the blocks in use", _alive), ("coordination gain above 0", _gain)]
         for mdlm in [line for line in everyone if line.method == "mdlm"][:1]:
-            for nfe in steps_of(lines, "gen_ppl")[:2]:
+            for nfe in steps_of(self.rows.models.select(metric="gen_ppl"))[:2]:
                 cell = partial(self._against, mdlm.where(nfe=nfe))
                 columns += over("nfe", "below MDLM at NFE {}, equal H", [nfe], cell)
         return lines, columns, {}
 
     def _against(self, mdlm: Line, line: Line) -> str:
-        """Perplexities of a model and MDLM; no verdict if entropies differ or perplexities are within two errors."""
+        """Compare perplexities with MDLM; no verdict if entropies differ or perplexities are within two errors."""
         numbers = (self.perplexity, *self.perplexity.below)
         (ours, entropy), (theirs, level) = ([number.mean(one) for number in numbers] for one in (line, mdlm))
         if ours is None or theirs is None or entropy is None or level is None:
@@ -210,7 +190,7 @@ def _gain(line: Line) -> str:
 
 
 def _blocks(line: Line) -> list[Line]:
-    """A line for each routed block and for `all` of them, with the numbers logged at the end of training."""
+    """Return a line for each routed block and for `all` of them, with the numbers logged at the end of training."""
     logged = [(int(str(row.convention)[5:]), row) for row in line.rows if str(row.convention).startswith("step ")]
     last = {row.metric: step for step, row in sorted(logged, key=lambda entry: entry[0])}
     groups: dict[str, list[Row]] = {}
@@ -234,7 +214,7 @@ TABLES: dict[str, tuple[str, Callable[[TextTables], Spec]]] = {  # name -> headi
 
 
 def text_tables(name: str, results: Results) -> list[Table]:
-    """The tables of one kind, one for each data set and, of perplexities alone, each setting."""
+    """Return the tables of one kind, one for each data set and, of perplexities alone, each setting."""
     tables = []
     for data in sorted({row.data for row in results.rows if row.task == "text"}):
         rows = results.only(task="text", data=data)
@@ -244,18 +224,18 @@ def text_tables(name: str, results: Results) -> list[Table]:
             tables_of = TextTables(rows, setting)
             lines, columns, values = TABLES[name][1](tables_of)
             corner = [data, "block"][: len(lines[0].labels)] if lines else []
-            text = note(f"text-{name}", rows, setting=setting, judge=tables_of.judge_note(), **values)
-            tables += build(corner, lines, columns, text, align="lr"[: len(corner)])
+            text = "\n".join([note(f"text-{name}", rows, **tables_of.values(), **values), note("text", rows)])
+            tables += build(corner, lines, columns, text)
     return tables
 
 
 def all_tables(results: Results) -> list[Table]:
-    """All tables, their kinds as titles."""
-    kinds = [(heading, text_tables(name, results)) for name, (heading, _) in TABLES.items()]
-    return [replace(table, title=heading) for heading, tables in kinds for table in tables]
+    """Return all tables with their kinds as titles."""
+    kinds = TABLES.items()
+    return [replace(table, title=heading) for name, (heading, _) in kinds for table in text_tables(name, results)]
 
 
 def text_page(results: Results) -> str:
-    """`results/text.md`: all tables."""
+    """Return the text of `results/text.md`."""
     kinds = [(heading, text_tables(name, results)) for name, (heading, _) in TABLES.items()]
     return "\n".join(f"## {heading}\n\n{markdown(tables)}" for heading, tables in kinds if tables)

@@ -35,12 +35,12 @@ SMALLEST_BETA = 0.01  # comparisons divide by beta
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(Config):
-    """How draws are compared."""
+    """Options of learning by comparison."""
 
     estimator: Literal["wake-sleep", "vimco", "leave-one-out"] = option("vimco", doc="how the posterior learns")
     draws: int = option(4, doc="routes K drawn from the posterior for each row and step, in one batched call", low=2)
     credit: Literal["row", "position"] = option(
-        "row", doc="what is compared: rows as a whole, or each position (of the coarsest block)"
+        "row", doc="unit of comparison: whole rows, or each position (of the coarsest block)"
     )
     in_turn: bool = option(False, doc="position l chooses its route in block l mod (D - 1) only; false: in every block")
     sum_last: bool = option(
@@ -49,7 +49,7 @@ class CompareConfig(Config):
 
 
 def wake_sleep_weights(f: Draws, r: Draws, s: Draws, beta: Beta) -> Draws:
-    """w_k proportional to exp(f_k / beta) p(z_k) / q(z_k), which sum to one over the draws; no gradient."""
+    """Return w_k proportional to exp(f_k / beta) p(z_k) / q(z_k), which sum to one over the draws; no gradient."""
     return torch.softmax((f / torch.as_tensor(beta).clamp(min=SMALLEST_BETA) + r - s).detach(), dim=1)
 
 
@@ -91,7 +91,7 @@ ESTIMATORS = {"wake-sleep": wake_sleep, "vimco": vimco, "leave-one-out": leave_o
 def compare_draws(
     method: Any, noised: Noised, log_token: Float[Tensor, "N L"], latent: RouteLatent, beta: Tensor
 ) -> tuple[PerRow, PerRow, PerRow, Float[Tensor, ""]]:
-    """recon + beta * KL of each row with the estimator's gradient; recon; KL; the effective draws 1 / sum_k w_k^2."""
+    """Return recon + beta * KL per row with the estimator's gradient; recon; KL; effective draws 1 / sum_k w_k^2."""
     config: CompareConfig = method.config.compare
     rows = len(noised.x0)
     f = noised.weight[:, None, None] * log_token.unflatten(0, (rows, config.draws))
@@ -107,9 +107,9 @@ def compare_draws(
 
 
 def both_passes(method: Any, noised: Noised, rng: Rng, *, draws: int) -> tuple[Float[Tensor, "N L"], RouteLatent]:
-    """One call on [x0; xt] with K draws per row: log p(x0^l | xt, z) at scored positions and the latent.
+    """Return log p(x0^l | xt, z) at scored positions and the latent, by one call on [x0; xt] with K draws per row.
 
-    With `sum_last` nothing is drawn in the last block, and its router is the prior only:
+    With `sum_last` nothing is drawn in the last block, and its router gives the prior only:
     log p(x^l | xt, z_<D) = log sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e).
     """
     config, backbone, mask_id = method.config.compare, method.backbone, method.space.mask_id
@@ -136,15 +136,15 @@ def both_passes(method: Any, noised: Noised, rng: Rng, *, draws: int) -> tuple[F
 
 
 def turns_of(method: Any) -> int:
-    """Blocks in which positions choose routes in turn (docs/decisions/0017-positions-code-in-turn.md), or 0."""
+    """Return the number of blocks with turns (docs/decisions/0017-positions-code-in-turn.md), or 0."""
     return max(1, method.backbone.routed_blocks - 1) if method.config.compare.in_turn else 0
 
 
 def _log_routes(method: Any, latent: RouteLatent) -> tuple[Float[Tensor, "N G"], Float[Tensor, "N G"]]:
-    """log p and log q of the drawn routes at each position of the coarsest block, summed over blocks.
+    """Return log p and log q of the drawn routes at each position of the coarsest block, summed over blocks.
 
-    Where a position does not take its turn, q is p. Wake-sleep has a term for each of them, of which that of p
-    suffices; score functions need the gradient of what was drawn from, whichever it is.
+    At a position whose turn it is not, q is p. Wake-sleep has a term for each of them, of which that of p suffices;
+    score functions need the gradient of the law that was drawn from.
     """
     log_p, log_q = latent.log_probs(latent.prior), latent.log_probs(latent.post)
     if (turns := turns_of(method)) and method.config.compare.estimator == "wake-sleep":
@@ -163,7 +163,7 @@ def check_sum_last(backbone: Any, kind: str) -> None:
 
 
 def _mixture(each: Float[Tensor, "N E L V"], router: Float[Tensor, "N L E"], mask_id: int) -> Float[Tensor, "N L V"]:
-    """log sum_e rho_e softmax(logits_e), with any number in the mask's column (its -inf would give no gradient)."""
+    """Return log sum_e rho_e softmax(logits_e), with any number in the mask's column (its -inf gives no gradient)."""
     is_mask = torch.arange(each.shape[-1], device=each.device) == mask_id
     log_token = torch.log_softmax(each, -1).masked_fill(is_mask, 0.0)
     return torch.logsumexp(torch.log_softmax(router, -1).transpose(1, 2)[..., None] + log_token, 1)

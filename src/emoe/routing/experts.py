@@ -1,4 +1,4 @@
-"""Feed-forward experts behind a gate: a plain reference and two fast paths that compute the same function.
+"""Feed-forward experts behind a gate: a plain reference and two faster forms of the same function.
 
 Names carry shapes: N rows (batch times positions), K model width, F hidden width, E experts.
 """
@@ -28,10 +28,10 @@ class RoutedExperts(nn.Module):
     out = sum_j weight_j * expert_j(x). With a straight-through gate the values are (1, 0, ...): the first expert is
     the output, the others only give the gradient of their weight, so they run without a gradient of their own.
 
-    `dispatch`: "loop" visits the rows of each expert (the reference, any precision); "grouped" sorts rows by expert and
-    runs grouped matrix products; "dense" computes all experts everywhere, which pays in training where they are small;
-    "sliced" sorts rows and runs each expert on its slice, for which the host waits once. "auto" takes grouped where
-    such products exist and pay; otherwise the loop on a CPU, and on a GPU dense in training and sliced outside it.
+    `dispatch`: "loop" and "sliced" sort rows by expert and run each expert on its slice (the reference, any precision);
+    "grouped" sorts rows and runs grouped matrix products; "dense" computes all experts everywhere, which pays in
+    training where they are small. "auto" takes grouped where such products exist and pay, dense in training on a GPU,
+    and sliced otherwise.
 
     `activation`: "gelu" is exact, "gelu-tanh" the approximation 0.5 u (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))).
     """
@@ -46,23 +46,24 @@ class RoutedExperts(nn.Module):
         self.b_in = nn.Parameter(_uniform(experts, hidden, fan_in=width))
         self.w_out = nn.Parameter(_uniform(experts, hidden, width, fan_in=hidden))
         self.b_out = nn.Parameter(_uniform(experts, width, fan_in=hidden))
-        self._cast: tuple[Any, list[Tensor]] | None = None
+        self._cast: tuple[Any, tuple[Tensor, Tensor]] | None = None
 
     def train(self, mode: bool = True) -> RoutedExperts:
-        """Switch between training and evaluation, and forget the weights that were cast for evaluation."""
+        """Switch between training and evaluation, and drop the weights that were cast for evaluation."""
         self._cast = None
         return super().train(mode)
 
     def forward(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
-        """Run the gate's experts on x: B rows, or K for each of them where the gate holds K draws."""
+        """Run the gate's experts on x, K times for each row if the gate holds K draws."""
         if gate.draws > 1:
             return self._shared(x, gate)
         rows = x.reshape(-1, x.shape[-1])
         expert, weight = gate.expert.flatten(0, 1), gate.weight.flatten(0, 1)
         path = self._path(x)
         if path == "dense":
-            return self._dense(rows, expert, weight).view_as(x)
-        run = {"grouped": self._grouped, "sliced": self._sliced, "loop": self._loop}[path]
+            out = _all_experts(rows, expert, weight, self.w_in, self.b_in, self.w_out, self.b_out, self.approximate)
+            return out.view_as(x)
+        run = self._grouped if path == "grouped" else self._sliced
         first = run(rows, expert[:, 0])
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return first.view_as(x)  # its weight is 1
@@ -70,24 +71,18 @@ class RoutedExperts(nn.Module):
             others = [run(rows, expert[:, j]) for j in range(1, expert.shape[1])]
         return _weighted(weight, first, *others).view_as(x)
 
-    def every(self, x: Float[Tensor, "B P K"]) -> Float[Tensor, "E B P K"]:
-        """The output of each expert on all of x."""
-        rows_ENK = x.reshape(1, -1, x.shape[-1]).expand(self.experts, -1, -1)
-        hidden = self._activate(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in))
-        return torch.baddbmm(self.b_out[:, None], hidden, self.w_out).view(self.experts, *x.shape)
-
     def _shared(self, x: Float[Tensor, "B P K"], gate: Gate) -> Float[Tensor, "_B P K"]:
-        """Several draws for the same x: every expert runs once, and each draw takes its mix.
+        """Run every expert once on x, and mix their outputs for each of several draws.
 
         All weights of a gate may have a gradient here, those of value 0 too; the experts get that of the value alone.
         """
-        every_BPEK = self.every(x).permute(1, 2, 0, 3)
+        rows_ENK = x.reshape(1, -1, x.shape[-1]).expand(self.experts, -1, -1)
+        hidden = nnf.gelu(torch.baddbmm(self.b_in[:, None], rows_ENK, self.w_in), approximate=self.approximate)
+        every_ENK = torch.baddbmm(self.b_out[:, None], hidden, self.w_out)
+        every_BPEK = every_ENK.view(self.experts, *x.shape).permute(1, 2, 0, 3)
         mix = gate.weight.new_zeros(*gate.expert.shape[:2], self.experts).scatter(-1, gate.expert, gate.weight)
         mix_BPDE = mix.unflatten(0, (len(x), gate.draws)).transpose(1, 2).to(x.dtype)
         return (mix_BPDE @ every_BPEK).transpose(1, 2).flatten(0, 1)
-
-    def _activate(self, u: Float[Tensor, "*N F"]) -> Float[Tensor, "*N F"]:
-        return nnf.gelu(u, approximate=self.approximate)
 
     def _path(self, x: Tensor) -> str:
         if self.dispatch != "auto":
@@ -95,37 +90,25 @@ class RoutedExperts(nn.Module):
         dtype = product_dtype(x)
         aligned = all(size * dtype.itemsize % 16 == 0 for size in self.w_in.shape[1:])
         if not x.is_cuda:
-            return "grouped" if aligned and dtype in (torch.float32, torch.bfloat16) else "loop"
+            return "grouped" if aligned and dtype in (torch.float32, torch.bfloat16) else "sliced"
         # Grouped products of half precision are one kernel from Hopper on; elsewhere they wait for the host.
         one_kernel = aligned and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] >= 9
         if not torch.is_grad_enabled():
             return "grouped" if one_kernel else "sliced"
         return "grouped" if one_kernel and self.w_in.shape[1] >= LARGE else "dense"
 
-    def _loop(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
-        """Each expert on its own rows. An expert without rows still takes part, with a zero gradient."""
-        out = torch.empty_like(rows_NK)
-        for e, parts in enumerate(
-            zip(self.w_in.unbind(), self.b_in.unbind(), self.w_out.unbind(), self.b_out.unbind(), strict=True)
-        ):
-            index = (expert == e).nonzero().squeeze(-1)
-            w_in, b_in, w_out, b_out = parts
-            hidden = self._activate(torch.addmm(b_in, rows_NK[index], w_in))
-            out = out.index_copy(0, index, torch.addmm(b_out, hidden, w_out))
-        return out
-
     def _sliced(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
-        """Rows sorted by expert, then each expert on its slice. The host reads the sizes of the slices."""
+        """Sort rows by expert and run each expert on its slice, which may be empty. The host waits for the sizes."""
         order = self._order(expert)
-        sizes = torch.bincount(expert, minlength=self.experts).tolist()
+        slices = rows_NK[order].split(torch.bincount(expert, minlength=self.experts).tolist())
         parts = []
-        for e, part in enumerate(rows_NK[order].split(sizes)):
-            hidden = self._activate(torch.addmm(self.b_in[e], part, self.w_in[e]))
-            parts.append(torch.addmm(self.b_out[e], hidden, self.w_out[e]))
+        for part, w_in, b_in, w_out, b_out in zip(slices, self.w_in, self.b_in, self.w_out, self.b_out, strict=True):
+            hidden = nnf.gelu(torch.addmm(b_in, part, w_in), approximate=self.approximate)
+            parts.append(torch.addmm(b_out, hidden, w_out))
         return torch.empty_like(rows_NK).index_copy(0, order, torch.cat(parts).to(rows_NK.dtype))
 
     def _grouped(self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N K"]:
-        """Rows sorted by expert, then one grouped product per layer; every group may be empty."""
+        """Sort rows by expert, then run one grouped product per layer; every group may be empty."""
         order = self._order(expert)
         sorted_expert = expert[order]
         # where each expert's rows end; counting them by bincount would wait for the GPU, which a CUDA graph cannot
@@ -138,32 +121,28 @@ class RoutedExperts(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         if not torch.is_grad_enabled():
             return _restored(out, self.b_out, expert, inverse)
-        return _Permute.apply(out + _expand_bias(self.b_out, sorted_expert), inverse)
+        # The bias of each row's expert as a product, whose backward pass is far cheaper than that of indexing.
+        bias = nnf.one_hot(sorted_expert, self.experts).to(self.b_out.dtype) @ self.b_out
+        return _Permute.apply(out + bias, inverse)
 
     def _order(self, expert: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
-        """Rows sorted by expert. A GPU sorts by radix, so short keys take an eighth of the time."""
+        """Sort rows by expert. A GPU sorts by radix, so short keys take an eighth of the time."""
         return (expert.to(torch.uint8) if self.experts <= 256 else expert).argsort(stable=True)
 
     def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both matrices in a precision; outside training they are cast once, and again after they have changed."""
-        weights = [self.w_in, self.w_out]
+        """Cast both matrices; outside training once, and again after they have changed."""
+        weights = self.w_in, self.w_out
         if self.training or torch.is_grad_enabled():
             return weights[0].to(dtype), weights[1].to(dtype)
         key = dtype, [(w.data_ptr(), w._version) for w in weights]
         if self._cast is None or self._cast[0] != key:
-            self._cast = key, [w.to(dtype) for w in weights]
-        return self._cast[1][0], self._cast[1][1]
-
-    def _dense(
-        self, rows_NK: Float[Tensor, "N K"], expert: Int[Tensor, "N k"], weight: Float[Tensor, "N k"]
-    ) -> Float[Tensor, "N K"]:
-        """All experts on all rows as two plain matrix products; weights of 0 leave no gradient in an expert."""
-        return _all_experts(rows_NK, expert, weight, self.w_in, self.b_in, self.w_out, self.b_out, self.approximate)
+            self._cast = key, (weights[0].to(dtype), weights[1].to(dtype))
+        return self._cast[1]
 
 
 @compiled
 def _weighted(weight: Float[Tensor, "N k"], *outs: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
-    """sum_j w_j out_j, of as many experts as there are."""
+    """Return sum_j w_j out_j."""
     total = weight[:, :1] * outs[0]
     for j in range(1, len(outs)):
         total = total + weight[:, j : j + 1] * outs[j]
@@ -181,7 +160,10 @@ def _all_experts(
     b_out: Float[Tensor, "E K"],
     approximate: str,
 ) -> Float[Tensor, "N K"]:
-    """sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b: gates multiply the hidden layer."""
+    """Return sum_e w_e (h_e W_e + b_e) = [w_1 h_1, ..., w_E h_E] [W_1; ...; W_E] + w b: gates multiply hidden layers.
+
+    All experts run on all rows, as two matrix products; weights of 0 leave no gradient in an expert.
+    """
     experts, width, hidden = w_in.shape
     mix_NE = (expert[..., None] == torch.arange(experts, device=expert.device)).to(weight.dtype)
     mix_NE = (mix_NE * weight[..., None]).sum(1)
@@ -192,43 +174,40 @@ def _all_experts(
 
 
 def _uniform(*shape: int, fan_in: int) -> Tensor:
-    """The default initialisation of a linear layer, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for each expert apart."""
+    """Draw the default initialisation of a linear layer, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for each expert."""
     bound = 1 / math.sqrt(fan_in)
     return torch.empty(shape).uniform_(-bound, bound)
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    dtype = product_dtype(rows)  # autocast does not know grouped products
-    return _ContiguousGrad.apply(nnf.grouped_mm(rows.to(dtype), weight, offs=ends))
+    out = nnf.grouped_mm(rows.to(product_dtype(rows)), weight, offs=ends)  # autocast does not know grouped products
+    if out.requires_grad:  # the backward pass refuses the zero strides of an expanded gradient
+        out.register_hook(Tensor.contiguous)
+    return out
 
 
 @compiled_always
 def _restored(out: Tensor, bias: Tensor, expert: Tensor, inverse: Tensor) -> Tensor:
-    """Sorted rows back in their order, with the bias of each row's expert, in the precision of the rows."""
+    """Restore the order of sorted rows and add the bias of each row's expert, in the precision of the rows."""
     return (out[inverse] + bias[expert]).to(out.dtype)
-
-
-def _expand_bias(bias: Float[Tensor, "E F"], expert: Int[Tensor, " N"]) -> Float[Tensor, "N F"]:
-    """The bias of each row's expert; a product with one-hot rows, whose backward is far cheaper than indexing's."""
-    return nnf.one_hot(expert, len(bias)).to(bias.dtype) @ bias
 
 
 class _BiasedGelu(torch.autograd.Function):
     """gelu(u_n + b_expert(n)) for rows u (N, F) and bias (E, F); the backward pass computes the sum again."""
 
     @staticmethod
-    def forward(ctx, u: Tensor, bias: Tensor, expert: Tensor, approximate: str) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
+    def forward(ctx: Any, u: Tensor, bias: Tensor, expert: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(u, bias, expert)
         ctx.approximate = approximate
         return _biased_gelu(u, bias, expert, approximate)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: D102
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         u, bias, expert = ctx.saved_tensors
         du = _biased_gelu_slope(u, bias, expert, dy, ctx.approximate)
-        mine = expert == torch.arange(len(bias), device=expert.device)[:, None]
-        return du, (mine.to(du.dtype) @ du).to(bias.dtype), None, None
+        member = expert == torch.arange(len(bias), device=expert.device)[:, None]
+        return du, (member.to(du.dtype) @ du).to(bias.dtype), None, None
 
 
 @compiled_always
@@ -246,23 +225,11 @@ class _Permute(torch.autograd.Function):
     """rows[order] for a permutation: the backward is a gather too, not a scatter."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return rows[order]
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
         return torch.empty_like(grad).index_copy_(0, order, grad), None
-
-
-class _ContiguousGrad(torch.autograd.Function):
-    """Identity whose gradient is contiguous: grouped products refuse the zero strides of an expanded gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: D102
-        return grad.contiguous()

@@ -45,26 +45,26 @@ class RouteLatent:
 
     @cached_property
     def stats(self) -> RouteStats:
-        """All blocks at once: on a GPU many small tensors take as long as one large one each."""
+        """Statistics of all blocks at once: on a GPU each small tensor takes as long as a large one."""
         sizes = tuple(block.shape[1] for block in self.post)
         post, prior, routes = (torch.cat(list(blocks), 1) for blocks in (self.post, self.prior, self.routes))
         return RouteStats(*_stats(post, prior, routes, sizes))
 
     def kl(self) -> Float[Tensor, " N"]:
-        """KL(q(z | x0, xt) || p(z | xt)) of each row (Eq. 8)."""
+        """Return KL(q(z | x0, xt) || p(z | xt)) of each row (Eq. 8)."""
         return self.stats.kl.sum(-1)
 
     def log_probs(self, side: Sequence[Float[Tensor, "N _P E"]]) -> list[Float[Tensor, "N _P"]]:
-        """Log-probability of the drawn route at each position, block by block; `side` is `post` or `prior`."""
+        """Return log-probabilities of the drawn route at each position, block by block; `side` is `post` or `prior`."""
         pairs = zip(side, self.routes, strict=True)
-        return [torch.log_softmax(one, -1).gather(-1, route[..., None]).squeeze(-1) for one, route in pairs]
+        return [torch.log_softmax(logits, -1).gather(-1, route[..., None]).squeeze(-1) for logits, route in pairs]
 
     def log_ratio(self) -> Float[Tensor, " N"]:
         pairs = zip(self.log_probs(self.prior), self.log_probs(self.post), strict=True)
         return torch.stack([(p.double() - q.double()).sum(-1) for p, q in pairs]).sum(0)
 
     def imbalance(self, floor: float | None) -> Float[Tensor, ""]:
-        """Switch's loss E sum_e f_e P_e, f the share of positions sent to e and P its mean probability: from 1 to E.
+        """Return Switch's loss E sum_e f_e P_e, from 1 to E; f is the share of positions of e, P its mean probability.
 
         With a `floor` instead max(0, floor - H(P)) in nats, in a last block that is summed out too. Means over blocks.
         """
@@ -76,7 +76,7 @@ class RouteLatent:
         return torch.relu(floor + torch.special.xlogy(chance, chance).sum(-1)).mean()
 
     def log(self, *, by_position: bool) -> dict[str, Tensor]:
-        """Per block: route KL (mean over positions, and at each), entropy of both routers, expert usage."""
+        """Return for each block route KL (mean over positions, and at each), entropy of both routers, expert usage."""
         stats, sizes = self.stats, [block.shape[1] for block in self.post]
         kl, log = stats.kl.detach().mean(0), {}
         for d, (size, at) in enumerate(zip(sizes, stats.kl_at.detach().split(sizes, dim=1), strict=True)):
@@ -120,7 +120,7 @@ def _stats(
 
 
 def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
-    """A description of posterior collapse from one log record, with remedies; None if routes are in use.
+    """Describe posterior collapse, with remedies, from one log record; None if routes are in use.
 
     Collapsed: in every drawn block the entropy of the usage is below 0.1 nats, or the mean KL of posterior and prior is
     below 1e-4 nats per position.
@@ -142,8 +142,8 @@ def describe_collapse(record: Mapping[str, Any], experts: int) -> str | None:
 
 
 @torch.no_grad()
-def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
-    """The law of one step of E-MoE as a mixture over all routes of all blocks but the last, R = E^(L (D - 1)).
+def enumerate_routes(method: Any, xt: Tokens, t: float) -> Mixture:
+    """Return the law of one step of E-MoE as a mixture over routes of all blocks but the last, R = E^(L (D - 1)).
 
     Given these, the routes of the last block are independent over positions and are summed out,
     p_r(x^l) = sum_e p(z_D^l = e | z_<D, xt) p(x^l | xt, z_<D, e). The prior is sharpened as in the sampler.
@@ -154,7 +154,7 @@ def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
     digits = experts ** torch.arange(length * blocks, device=xt.device)
     what = f"{experts}^({length} * {blocks}) routes in all blocks but the last"
     weights, tokens = [], []
-    for x, number in each_component(xt, count, budget=budget, what=what):
+    for x, number in each_component(xt, count, what):
         z = (number[:, None] // digits % experts).view(len(x), blocks, length, 1)
 
         def forced(block: int, logits: Tensor, z: Tensor = z) -> Gate:
@@ -162,7 +162,7 @@ def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
 
         out = backbone(x, torch.full((len(x),), t, device=x.device), route=each_expert(forced, blocks))
         each = torch.softmax(backbone.read(out.h).unflatten(0, (len(x), experts)).double(), -1)
-        *log_rho, last = (_sharpen(one.double(), method.config.route_tau) for one in out.route_logits)
+        *log_rho, last = (_sharpen(logits.double(), method.config.route_tau) for logits in out.route_logits)
         chosen = [rho.gather(-1, z[:, d]).sum((1, 2)) for d, rho in enumerate(log_rho)]
         weights.append(sum(chosen, each.new_zeros(len(x))))
         tokens.append(subs(torch.einsum("nle,nelv->nlv", last.exp(), each).log(), x, method.space.mask_id))
@@ -170,7 +170,7 @@ def enumerate_routes(method: Any, xt: Tokens, t: float, budget: int) -> Mixture:
 
 
 def _sharpen(logits: Float[Tensor, "B L E"], route_tau: float) -> Float[Tensor, "B L E"]:
-    """log p(z) of the routes that the sampler draws: softmax(log rho / tau), or the largest alone at tau = 0."""
+    """Return log p(z) of the routes that the sampler draws: softmax(log rho / tau), or arg max at tau = 0."""
     if route_tau == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, NEG_INF).scatter(-1, best, 0.0)

@@ -1,7 +1,7 @@
 """Route policies: how router logits become a choice of experts (Eq. 10-11, App. B.1).
 
 A policy is called once per routed block, in order. Posterior, prior, enumeration and the collapse ablation are
-policies that are handed to one network, not code paths inside it.
+policies of one network, not code paths inside it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def draw(generator: torch.Generator, relax_tau: Tensor | float, *, top_k: int = 
         noise = gumbel(tuple(logits.shape), generator)
         if top_k:
             return Gate(*_relaxed(logits, noise, relax_tau, top_k), draws=repeat)
-        expert = largest(logits + noise.to(logits.dtype), 1)
-        return Gate(expert, torch.ones_like(expert, dtype=logits.dtype), draws=repeat)
+        return replace(_hard(logits + noise.to(logits.dtype), logits), draws=repeat)
 
     return policy
 
@@ -43,7 +42,7 @@ def draw(generator: torch.Generator, relax_tau: Tensor | float, *, top_k: int = 
 def _relaxed(
     logits: RouterLogits, noise: RouterLogits, tau: Tensor | float, count: int
 ) -> tuple[Int[Tensor, "B P k"], Float[Tensor, "B P k"]]:
-    """The first `count` experts by relaxed weight; weights (1, 0, ..., 0) with renormalised gradients (Eq. 10-11)."""
+    """Return the `count` experts of largest weight; weights (1, 0, ..., 0) with renormalised gradients (Eq. 10-11)."""
     perturbed = logits + noise.to(logits.dtype)
     expert = largest(perturbed, count)
     relaxed = torch.softmax(perturbed / tau, dim=-1).gather(-1, expert)
@@ -54,7 +53,7 @@ def _relaxed(
 
 
 def largest(scores: Float[Tensor, "*N E"], count: int) -> Int[Tensor, "*N k"]:
-    """Indices of the `count` largest scores, the largest first."""
+    """Return indices of the `count` largest scores, the largest first."""
     if count > 2:
         return scores.topk(count, dim=-1).indices
     first = scores.argmax(-1, keepdim=True)  # two passes over few numbers are faster than a sort
@@ -65,7 +64,7 @@ def largest(scores: Float[Tensor, "*N E"], count: int) -> Int[Tensor, "*N k"]:
 
 
 def replay(gates: Sequence[Gate]) -> Route:
-    """The gates of an earlier pass (the noisy pass of Algo. 1 runs the posterior's z)."""
+    """Return the gates of an earlier pass (the noisy pass of Algo. 1 runs the posterior's z)."""
 
     def policy(block: int, logits: RouterLogits) -> Gate:
         return gates[block]
@@ -74,7 +73,7 @@ def replay(gates: Sequence[Gate]) -> Route:
 
 
 def paired(inner: Route, blocks: int, turns: int = 0) -> Route:
-    """Both passes of Algo. 1 in one call on [x0; xt]: the clean half draws by `inner`, both halves run its gate.
+    """Run both passes of Algo. 1 in one call on [x0; xt]: the clean half draws by `inner`, both halves run its gate.
 
     In the last of the `blocks` only the noisy half continues (`Gate.keep_from`), because nothing reads the clean half
     after its last router. With `turns`, positions whose turn it is not (`takes_turn`) draw by the noisy half's router.
@@ -94,12 +93,12 @@ def paired(inner: Route, blocks: int, turns: int = 0) -> Route:
 
 
 def takes_turn(block: int, turns: int, values: Float[Tensor, "N P *_"]) -> Bool[Tensor, " P"]:
-    """Which of the P positions choose a route of their own in a block: position l in block l mod `turns`."""
+    """Return which of the P positions choose a route of their own in a block: position l in block l mod `turns`."""
     return torch.arange(values.shape[1], device=values.device) % turns == block
 
 
 def each_expert(inner: Route, last: int) -> Route:
-    """`inner` in the blocks before `last`; there every expert runs, as E draws of each row in order."""
+    """Use `inner` in the blocks before `last`; in that block run every expert, as E draws of each row in order."""
 
     def policy(block: int, logits: RouterLogits) -> Gate:
         if block < last:
@@ -128,12 +127,12 @@ def sharpened(generator: torch.Generator, route_tau: float) -> Route:
 
 @compiled_always
 def _perturbed(logits: RouterLogits, u: RouterLogits, route_tau: float) -> RouterLogits:
-    """log rho / tau_s + Gumbel in float64, up to a constant in each row."""
+    """Return log rho / tau_s + Gumbel in float64, up to a constant in each row."""
     return logits.double() / route_tau + gumbel_from_uniform(u)
 
 
 def greedy() -> Route:
-    """Always the most probable expert: the mixture collapses to one factorised step (App. C.3)."""
+    """Choose the most probable expert: the mixture collapses to one factorised step (App. C.3)."""
 
     def policy(block: int, logits: RouterLogits) -> Gate:
         return _hard(logits, logits)

@@ -1,4 +1,4 @@
-"""Completion of rows of which some tokens are given: from files, arrays, words or text with holes."""
+"""Completion of rows with given tokens: from files, arrays, rows as text, or text with holes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Keep = str | Tensor | np.ndarray | None
 
 @dataclass(frozen=True)
 class Completion:
-    """Rows, what was kept of them, and n completions of each."""
+    """Rows, the tokens of them that stay, and n completions of each."""
 
-    rows: Rows  # as they were read; the mask where they had no token
-    given: Rows  # the mask where tokens were wanted
+    rows: Rows  # as read, with the mask for tokens that are not given
+    given: Rows  # with the mask for all tokens that are drawn
     samples: Int[Tensor, "m n L"]
     nfe: int
     space: TokenSpace
@@ -35,28 +35,28 @@ class Completion:
 
     @property
     def kept(self) -> Bool[Tensor, "m L"]:
-        """Where tokens stayed."""
+        """Positions whose tokens stay."""
         return self.given != self.space.mask_id
 
     @property
     def pool(self) -> Int[Tensor, "N L"]:
-        """All completions as one list of rows, those of the first given row first."""
+        """All completions as rows, those of the first given row first."""
         return self.samples.flatten(0, 1)
 
     @property
     def texts(self) -> list[list[str]]:
-        """The completions of each given row, written out as the domain does: as text if it is one."""
+        """The completions of each given row as text of the domain."""
         return [self.domain.write(rows) for rows in self.samples]
 
     def picture(self, path: Source) -> None:
-        """Draw the rows as they were read, what was kept, and completions."""
+        """Write an image of the rows as read, the tokens that stay, and the completions."""
         save(self.domain.completion_figure(self.rows, self.given, self.samples, self.space), Path(path))
 
 
 def prepare(
     space: TokenSpace, domain: DomainConfig, given: Given, *, keep: Keep = None, ink: Ink = "auto"
 ) -> tuple[Rows, Rows]:
-    """The rows as they were given, and with the mask where tokens are wanted; see `Run.complete`."""
+    """The rows as given, and with the mask for all tokens that are drawn; see `Run.complete`."""
     if isinstance(given, Tensor | np.ndarray):
         rows = token_rows(given, space)
     else:
@@ -71,15 +71,14 @@ def prepare(
             row, position = empty.nonzero()[0].tolist()
             raise ConfigError([f"keep: position {position} is to stay, but given row {row} has no token there"])
         wanted = ~kept.expand_as(rows)
-    full = (~wanted.any(1)).nonzero().flatten().tolist()
-    if full:
+    if full := (~wanted.any(1)).nonzero().flatten().tolist():
         reason = "all tokens stay" if keep is not None else "all tokens are given; say with --keep which of them stay"
         raise ConfigError([f"given: nothing to fill in, in row {full[0]} {reason}"])
     return rows, rows.masked_fill(wanted, space.mask_id)
 
 
 def check_beginnings(given: Rows, space: TokenSpace) -> None:
-    """Raise a ConfigError unless the given tokens of each row come before all that are wanted."""
-    wanted = given == space.mask_id
-    for row in (wanted[:, :-1] & ~wanted[:, 1:]).any(1).nonzero().flatten().tolist()[:1]:
-        raise ConfigError([f"continue: row {row} has a hole before its last word; use --given to fill holes"])
+    """Raise a ConfigError unless the given tokens of each row come before all masks."""
+    masked = given == space.mask_id
+    if rows := (masked[:, :-1] & ~masked[:, 1:]).any(1).nonzero().flatten().tolist():
+        raise ConfigError([f"continue: row {rows[0]} has a hole before its last word; use --given to fill holes"])

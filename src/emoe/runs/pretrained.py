@@ -1,8 +1,8 @@
-"""Released weights: a trained run as two small files that load and sample without the data it was trained on.
+"""Released weights: a trained run as two small files, which load and sample without the training data.
 
-A release is a folder `NAME` with `model.safetensors` (the moving average of the weights, or the weights themselves
-where there is none, in 16 bits) and `config.json`: the experiment, the token space, the hash of the file, and where it
-comes from. Names are looked up in the folders of `EMOE_WEIGHTS`, then in `weights/` of this package.
+A release is a folder `NAME` with `model.safetensors`, the moving average of the weights (or else the weights) in 16
+bits, and `config.json`: the experiment, the token space, the hash of the file, and its origin. Names are searched in
+the folders of `EMOE_WEIGHTS`, then in `weights/` of this package.
 """
 
 from __future__ import annotations
@@ -36,33 +36,31 @@ Precision = Literal["fp16", "bf16"]
 
 SCHEMA = 2
 CONFIG, MODEL = "config.json", "model.safetensors"
-LICENCE = "Apache-2.0"
 PACKAGED = Path(__file__).parents[1] / "weights"
 AGAIN = "get the release again from where it came from"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Release:
-    """What `release` wrote."""
+    """A release that was written."""
 
     name: str
     path: Path
     parameters: int
     size: int  # bytes of both files
     rounding: float  # max |w - rounded w| over all weights
-    tensor: str  # where that is
+    tensor: str  # the parameter with this error
 
 
 def folders() -> list[Path]:
-    """Where names are looked up: the folders of `EMOE_WEIGHTS` (separated like those of `PATH`), then the package's."""
+    """Folders in which names are searched: those of `EMOE_WEIGHTS` (separated as in `PATH`), then the package's."""
     named = os.environ.get("EMOE_WEIGHTS", "").split(os.pathsep)
     return [*(Path(folder).expanduser() for folder in named if folder), PACKAGED]
 
 
 def released() -> dict[str, Path]:
-    """Name -> folder of every released model that is here; of equal names the first one counts."""
+    """Name -> folder of every released model on this machine; of equal names the first one counts."""
     models: dict[str, Path] = {}
     for root in folders():
         for folder in sorted(root.iterdir()) if root.is_dir() else []:
@@ -72,7 +70,7 @@ def released() -> dict[str, Path]:
 
 
 def find(name: str | Path) -> Path | None:
-    """The folder of a release by its path, or else by its name (see `released`); None if it is neither."""
+    """The folder of a release by its path, or else by its name (see `released`); None if there is none."""
     path = Path(name)
     if path.exists():
         return path if (path / CONFIG).is_file() else None
@@ -93,16 +91,15 @@ def from_pretrained(
         raise ConfigError(_unknown(Path(name)))
     content = storage.read_sealed(path / CONFIG, SCHEMA, AGAIN)
     try:
-        with prefixed(f"{path / CONFIG}: "):
-            saved = Experiment.from_tree(content["experiment"], content["schema"])
-        held, step, licence, title = content["weights"], int(content["step"]), content["licence"], content["name"]
-        space, digest = TokenSpace(**content["space"]), content["file"]["sha256"]
-    except ConfigError:  # of the experiment, which names the field
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        tree, own, step = dict(content["experiment"]), content["weights"], int(content["step"])
+        licence, title, digest = content["licence"], content["name"], content["file"]["sha256"]
+        space = TokenSpace(**content["space"])
+    except (KeyError, TypeError, ValueError) as error:
         raise StorageError(path / CONFIG, f"is no config of a release ({error!r})", AGAIN) from error
-    if weights not in ("auto", held):
-        raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {held}"])
+    if weights not in ("auto", own):
+        raise ConfigError([f"weights: {path} holds no {weights!r}; allowed: auto, {own}"])
+    with prefixed(f"{path / CONFIG}: "):
+        saved = Experiment.from_tree(tree, content["schema"])
     experiment = customise(saved, settings or {})
     run = Run(path, experiment, experiment.build_method(space), step, name=title, licence=licence)
     problem = f"weights: {path / MODEL} does not fit the model of its config and these settings"
@@ -116,16 +113,16 @@ def release(
     name: str | None = None,
     precision: Precision = "fp16",
     unfinished: bool = False,
-    licence: str = LICENCE,
+    licence: str = "Apache-2.0",
 ) -> Release:
     """Write the weights of a finished run as `out/NAME`, whole or not at all.
 
-    Parameters are rounded to 16 bits, buffers stay as they are. Paths of the data are cut to the file's name.
+    Parameters are rounded to 16 bits, buffers are not. Of the path of the data only the name of the file is written.
 
     Args:
         run_dir: The run folder.
         out: Folder of releases; made when missing.
-        name: Name of the release; default: the recipe's, if no field of it was changed.
+        name: Name of the release; default: that of the recipe, if no field was changed.
         precision: fp16 rounds to 11 significant bits and refuses weights from 65,520 on; bf16 has 8 bits and no limit.
         unfinished: Also release a run that has not done all its steps.
         licence: Licence of the weights (SPDX).
@@ -139,7 +136,7 @@ def release(
         remedy = "finish it with: emoe train ... --resume, or add --unfinished"
         raise ConfigError(f"run: {source} is at step {run.step} of {steps}; {remedy}")
     name = experiment.name if name is None else name
-    if not _NAME.fullmatch(name):  # or a changed recipe, whose weights must not pass for the recipe's own
+    if not _NAME.fullmatch(name):  # such as that of a changed recipe
         letters = "letters, digits, '.', '_' and '-' only, no '.' in front"
         raise ConfigError(f"name: it is {name!r}, which cannot name a folder; give one: --name ({letters})")
     if (root / name).exists():
@@ -184,8 +181,9 @@ def _unknown(path: Path) -> list[str]:
 def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The state with its parameters in 16 bits, and max |w - rounded w| by parameter."""
     tensors, errors = dict(method.state_dict()), dict[str, float]()
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     for name, _ in method.named_parameters(remove_duplicate=False):
-        weight, rounded = tensors[name], tensors[name].to(_DTYPES[precision])
+        weight, rounded = tensors[name], tensors[name].to(dtype)
         if not weight.isfinite().all():
             raise ConfigError(f"run: {name} is not finite; look at metrics.jsonl for where that began")
         if not rounded.isfinite().all():
@@ -197,7 +195,7 @@ def _rounded(method: Method, precision: Precision) -> tuple[dict[str, Tensor], d
 
 
 def _portable(experiment: Experiment) -> Experiment:
-    """The experiment without folders of this machine in it."""
+    """The experiment without folders of this machine."""
     domain = experiment.domain
     changes: dict[str, str | None] = {"root": None} if getattr(domain, "root", None) else {}
     if path := getattr(domain, "path", None):

@@ -32,16 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(unsafe_hash=True, repr=False)
 class Run:
-    """A trained model, opened from a run folder or from released weights; the method is in evaluation mode.
-
-    Runs of the same path and step are equal.
-    """
+    """A trained model of a run folder or of released weights, in evaluation mode; equal by path and step."""
 
     path: Path
     experiment: Experiment = field(compare=False)
     method: Method = field(compare=False)
     step: int
-    result: FitResult | None = field(default=None, compare=False)  # how the training ended, if it ended just now
+    result: FitResult | None = field(default=None, compare=False)  # the end of training, as `train` sets it
     name: str = field(default="", compare=False)  # in messages; default: the path
     licence: str | None = field(default=None, compare=False)  # of released weights
 
@@ -53,10 +50,10 @@ class Run:
 
     @cached_property
     def domain(self) -> Domain:
-        """The data, metrics and figures of the experiment; read on first use.
+        """The data, metrics and figures of the experiment, read on first use; sampling does not need them.
 
         Raises:
-            DataError: The data are not here; sampling does without them.
+            DataError: The data are missing.
             ConfigError: They have other symbols or another length than the model.
         """
         domain = self.experiment.domain.build(self.experiment.seed)
@@ -66,17 +63,17 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.method.parameters()).device
 
     @property
     def default_nfe(self) -> int:
-        """The fewest network calls that the experiment evaluates, most often 1."""
+        """The smallest NFE that the experiment evaluates, most often 1."""
         return min(self.experiment.eval.nfe)
 
     @property
     def eval_file(self) -> Path | None:
-        """Where `emoe eval` keeps the rows of this run; None for released weights, which may not be writable."""
+        """The results file of `emoe eval`; None for released weights, which may not be writable."""
         return self.path / "eval.json" if (self.path / "experiment.json").exists() else None
 
     def sample(
@@ -88,14 +85,11 @@ class Run:
         given: Int[Tensor, "n L"] | np.ndarray | Sequence[Sequence[int]] | None = None,
         precision: Precision | None = None,
     ) -> Int[Tensor, "n L"]:
-        """Draw `n` rows with `nfe` network calls, by the experiment's sampler and batch.
-
-        Tokens of `given` that are neither -1 nor the mask stay as they are. For `precision` see `draw`.
-        """
+        """Draw `n` rows with `nfe` network calls and the experiment's sampler; for the other options see `draw`."""
         return self.pool(n, nfe, seed=seed, given=given, precision=precision).samples
 
     def pool(self, n: int, nfe: int | None = None, **options: Any) -> Pool:
-        """`sample` with the same options, with the number of network calls and the time it took."""
+        """`sample` with the same options; returns also the number of network calls and the time."""
         nfe, config = self.default_nfe if nfe is None else nfe, self.experiment.eval
         return draw(self.method, n, nfe, batch=config.batch, sampler=config.sampler, **options)
 
@@ -107,13 +101,13 @@ class Run:
         Args:
             given: One or several files (.png for images; .txt for text; .npy, .csv), rows written out (`12,?`), or
                 texts with holes (`The cat ___ a bird.`, see `emoe.domains.text.given`); or rows as an array of shape
-                (L,) or (m, L) with -1 or the mask where a token is wanted.
+                (L,) or (m, L) with -1 or the mask for tokens to be drawn.
             n: Completions of each row.
             nfe: Network calls; default: the fewest of the experiment.
             seed: Seed of the draw.
-            keep: Which of the given tokens stay: a name that the domain knows (`top-half` for images), positions
-                (`0-9,20`), none, or an array of booleans of shape (L,) or (m, L). By default all that are given.
-            ink: For image files: whether the ink is dark or light; auto looks at the border.
+            keep: The given tokens that stay: a region of the domain (`top-half` for images), positions (`0-9,20`),
+                none, or an array of booleans of shape (L,) or (m, L); default: all.
+            ink: Colour of the ink of image files: dark, light, or auto, which looks at the border.
 
         Raises:
             ConfigError: Arguments that cannot be used, or nothing to fill in.
@@ -121,18 +115,18 @@ class Run:
         """
         if n < 1:
             raise ConfigError([f"n: must be >= 1, got {n}"])
-        space, domain, nfe = self.method.space, self.experiment.domain, self.default_nfe if nfe is None else nfe
+        space, domain = self.method.space, self.experiment.domain
         rows, masked = prepare(space, domain, given, keep=keep, ink=ink)
         repeated = masked.repeat_interleave(n, 0)
-        samples, kept = self.sample(len(repeated), nfe, seed=seed, given=repeated), repeated != space.mask_id
-        if not torch.equal(samples[kept], repeated[kept]):
+        pool, kept = self.pool(len(repeated), nfe, seed=seed, given=repeated), repeated != space.mask_id
+        if not torch.equal(pool.samples[kept], repeated[kept]):
             raise AssertionError("the sampler changed tokens that were given")
-        return Completion(rows, masked, samples.unflatten(0, (len(rows), n)), nfe, space, domain)
+        return Completion(rows, masked, pool.samples.unflatten(0, (len(rows), n)), pool.nfe, space, domain)
 
     def nll(
         self, rows: Int[Tensor, "m L"] | np.ndarray | None = None, likelihood: str = "bound@1", *, seed: int = 0
     ) -> Measurement:
-        """Mean of a named likelihood in nats per row, of these rows or of held-out ones."""
+        """Mean of a named likelihood in nats per row, of these rows or by default of held-out ones."""
         if rows is None:
             rows = held_out_rows(self.domain, None, seed)
         return estimate_nll(self.method, torch.as_tensor(rows).long(), Likelihood.parse(likelihood), seed=seed)
@@ -147,9 +141,9 @@ class Run:
     def log_probs(
         self, xt: Int[Tensor, "B L"], *, routes: Literal["greedy", "drawn"] = "drawn", seed: int = 0
     ) -> Float[Tensor, "B L V"]:
-        """log p(x0 | xt, z) of rows with masks, for a latent that is drawn from the prior or its most likely value.
+        """log p(x0 | xt, z) of rows with masks, for a latent z drawn from the prior or its most likely value.
 
-        The time is the share of masked positions. Clean positions have all probability on their token.
+        The time is the share of masked positions. At clean positions the token has probability 1.
         """
         rng = Rng(derive_seed(seed, "log_probs"), device=self.device)
         return self.method.log_probs(xt.to(self.device), rng, greedy=routes == "greedy")

@@ -1,11 +1,10 @@
-"""`draw`: the one inference path, with function evaluations counted, not assumed."""
+"""`draw`: the one function that samples for all callers, with function evaluations counted by a hook."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,16 +22,16 @@ Rows = Int[Tensor, "m L"]
 
 
 class Pool(NamedTuple):
-    """Samples on the CPU with what they cost."""
+    """Samples on the CPU with their cost."""
 
     samples: Int[Tensor, "n L"]
-    nfe: int  # network calls of a row with the plain sampler, and the most with another one
-    calls: float  # mean number of calls that a row took part in; `nfe` with the plain sampler
+    nfe: int  # network calls of a row with the plain sampler, the most with others
+    calls: float  # mean number of calls of a row
     seconds: float
 
 
 def token_rows(given: Any, space: TokenSpace) -> Rows:
-    """Rows as tokens, with the mask where they have -1."""
+    """Rows of tokens, with the mask in place of -1."""
     rows = torch.atleast_2d(torch.as_tensor(given).cpu())
     if rows.ndim != 2 or rows.shape[1] != space.length or not len(rows) or rows.is_floating_point():
         raise ConfigError([f"given: expected whole numbers of shape (m, {space.length}), got {tuple(rows.shape)}"])
@@ -43,12 +42,10 @@ def token_rows(given: Any, space: TokenSpace) -> Rows:
     return rows
 
 
-@dataclass
 class CallCount:
-    """Number of calls that a module has made, and of rows in all of them."""
+    """Number of calls of a module, and of rows in all of them."""
 
-    calls: int = 0
-    rows: int = 0
+    calls = rows = 0
 
 
 @contextlib.contextmanager
@@ -84,10 +81,10 @@ def draw(
         nfe: Network calls; with a sampler other than plain a row can take fewer.
         seed: Seed of the draw.
         batch: Rows drawn at a time, which bounds the memory; another size gives other rows. None: all at once.
-        given: Rows with -1 or the mask where tokens are wanted; all other tokens stay.
-        sampler: How masked diffusion methods draw.
-        precision: Of the network's products; bf16 means autocast. None: as the process is set. Token probabilities are
-            in float64 with all of them.
+        given: Rows with -1 or the mask for tokens to be drawn; all other tokens stay.
+        sampler: The sampler of masked diffusion methods.
+        precision: Arithmetic of the network; bf16 means autocast. None: that of the process. Token probabilities are
+            always in float64.
 
     Raises:
         RuntimeError: The method made another number of network calls.
@@ -102,7 +99,7 @@ def draw(
     if len(first) != n:
         raise ConfigError([f"given: expected {n} rows of {space.length} tokens, got {len(first)}"])
     rng, began = Rng(derive_seed(seed, "pool", nfe), device=device), time.monotonic()
-    parts, rows = [], 0
+    batch, parts, rows = batch or n, [], 0
     with contextlib.ExitStack() as stack:
         stack.callback(method.train, method.training)
         method.eval()
@@ -110,8 +107,8 @@ def draw(
             stack.enter_context(arithmetic(precision))
         if precision == "bf16":
             stack.enter_context(torch.autocast(device.type, torch.bfloat16))
-        for start in range(0, n, batch or n):
-            x = first[start : start + (batch or n)].to(device, copy=True)
+        for start in range(0, n, batch):
+            x = first[start : start + batch].to(device, copy=True)
             with count_calls(method.backbone) as count:
                 parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler).cpu())
             if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):

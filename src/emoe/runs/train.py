@@ -1,6 +1,6 @@
-"""Training an experiment into a run folder, and opening run folders.
+"""Training of an experiment in a run folder, and opening of run folders.
 
-A run folder holds `experiment.json`, `metrics.jsonl` and `checkpoints/`; the experiment alone rebuilds the model.
+A run folder holds `experiment.json`, `metrics.jsonl` and `checkpoints/`; the model is built from the experiment alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from emoe.engine.distributed import joined, launched
 from emoe.engine.fit import fit
 from emoe.engine.stepper import TrainConfig
 from emoe.experiment import Experiment, customise
-from emoe.files import run_lock
 from emoe.overrides import differences
 from emoe.recipes import get_recipe
 from emoe.rng import Rng, derive_seed
@@ -36,7 +35,7 @@ NO_RUN = "is no run folder (no experiment.json); make one with: emoe train RECIP
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """`auto` is a GPU if there is one."""
+    """The device of a name; `auto` is a GPU if there is one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if gpus else "cpu"
@@ -60,21 +59,20 @@ def train(
     stop: StopSignal | None = None,
     domain: Domain | None = None,
 ) -> Run:
-    """Train a recipe (with fields overridden by `settings`) into a folder and return the run.
+    """Train a recipe in a folder and return the run.
 
-    In a process that `torchrun` started, this is one of several that train the run together (see
-    `emoe.engine.distributed`); all must call it with the same arguments and see the same folder.
+    The processes of `torchrun` train the run together (see `emoe.engine.distributed`); all must call this with the same
+    arguments and see the same folder.
 
     Args:
         recipe: The name of a recipe, or an experiment.
         folder: The run folder.
         settings: Fields to change, such as `{"train.steps": 2000}`.
-        resume: Continue from the newest checkpoint, or start if there is none; the experiment must be the one that the
-            folder was started with.
+        resume: Continue the same experiment from the newest checkpoint, or start if there is none.
         device: auto, cpu, cuda or cuda:N.
-        callbacks: What watches the run; default: a progress bar.
+        callbacks: Callbacks; default: a progress bar.
         stop: The flag of signals, for callers that handle signals themselves.
-        domain: The domain, if the caller has built it already.
+        domain: The domain, if it is already built.
     """
     path = Path(folder)
     experiment = customise(get_recipe(recipe) if isinstance(recipe, str) else recipe, settings or {})
@@ -87,17 +85,10 @@ def train(
         data = domain.sha256
         everything = json.dumps([to_dict(experiment), data, resume, torch.__version__])
         world.check_same(everything, "they were started with other fields, data or versions; use the same command")
-
-        def claim() -> None:
-            stack.enter_context(run_lock(path))  # held until the training has ended
-            _claim(path, experiment, resume, data, parts)
-
-        world.lead(claim)
         if stop is None:
             stop = stack.enter_context(StopSignal())
         meta = {"experiment": experiment.name, "rows": len(domain.rows), "data": data, "space": vars(domain.space)}
-        if parts > 1:
-            meta["parts"] = parts
+        meta |= {"parts": parts} if parts > 1 else {}
         result = fit(
             method,
             domain.batches(config.batch, experiment.seed, device=where, rank=world.rank, world=world.size),
@@ -107,18 +98,19 @@ def train(
             rng=Rng(derive_seed(experiment.seed, "train"), device=where, rank=world.rank, world=world.size),
             run_dir=path,
             resume=resume,
+            claim=lambda: _claim(path, experiment, resume, data, parts),
             meta=meta,
-            # The warning comes before what shows it.
+            # Callbacks that show records see the warning in them.
             callbacks=[CollapseWarning(method.collapse, stop=config.stop_on_collapse), *callbacks, stop],
             world=world,
         )
-        run = load_run(path, device=str(where), domain=domain)
+    run = load_run(path, device=str(where), domain=domain)
     run.result = result
     return run
 
 
 def _own_device(name: str) -> torch.device:
-    """The device of this process: with several of them, each has the GPU of its number on this machine."""
+    """The device of this process; one of several has the GPU of its local rank."""
     where, (_, size, local) = pick_device(name), launched()
     if size > 1 and threading.current_thread() is not threading.main_thread():
         raise ConfigError("ranks: several processes train one run at a time, not several in threads; unset WORLD_SIZE")
@@ -134,7 +126,7 @@ def _own_device(name: str) -> torch.device:
 
 
 def _parts(train: TrainConfig) -> int:
-    """Equal parts that the rows of an update are cut into: of all processes, with `accumulate` each."""
+    """Number of equal parts of the rows of an update: `accumulate` of each process."""
     (_, size, _), count = launched(), train.accumulate
     if train.batch % (size * count):
         parts = f"{size} (processes) x {count} (train.accumulate)"
@@ -143,9 +135,9 @@ def _parts(train: TrainConfig) -> int:
 
 
 def _claim(path: Path, experiment: Experiment, resume: bool, data: str, parts: int) -> None:
-    """Write the experiment into a new folder, or check that a folder to resume holds the same one and its data."""
+    """Write the experiment into a new folder, or check that a folder to resume has the same experiment and data."""
     saved = path / "experiment.json"
-    if any((path / "checkpoints").glob("step-*")):  # damaged ones count: nothing is overwritten unasked
+    if any((path / "checkpoints").glob("step-*")):  # also damaged ones: nothing is overwritten unasked
         if not resume:
             raise ConfigError(f"run: {path} already holds a trained run; add --resume to go on, or choose another")
         if not saved.exists():
@@ -174,18 +166,18 @@ def load_run(
 ) -> Run:
     """Open a run folder with its newest valid checkpoint, or released weights (see `emoe.runs.pretrained`).
 
-    No training data are needed until `.domain` is asked for, and the state of the optimiser is not read.
+    The training data are read on the first use of `.domain`, the state of the optimiser never.
 
     Args:
-        folder_or_name: The run folder; where there is none, the folder or the name of released weights.
+        folder_or_name: The run folder, or the folder or name of released weights.
         device: auto, cpu, cuda or cuda:N.
         weights: `ema` for the moving average, `model` for the raw weights; auto prefers the average.
-        settings: Overrides that do not change the weights, such as `{"method.route-tau": 0}`.
-        domain: The domain, if the caller has built it already.
+        settings: Fields that do not change the weights, such as `{"method.route-tau": 0}`.
+        domain: The domain, if it is already built.
     """
     path, where = Path(folder_or_name), pick_device(device)
     if not (path / "experiment.json").exists():
-        from emoe.runs.pretrained import from_pretrained  # which builds on this module
+        from emoe.runs.pretrained import from_pretrained  # which imports this module
 
         return from_pretrained(path, device=device, settings=settings, weights=weights, domain=domain)
     experiment = customise(Experiment.load(path / "experiment.json"), settings or {})
@@ -198,16 +190,14 @@ def load_run(
     if weights == "ema" and "ema" not in saved.tensors:
         raise ConfigError([f"weights: {path} was trained without a moving average; allowed: auto, model"])
     state = saved.tensors["model"] | ({} if weights == "model" else saved.tensors.get("ema", {}))
-    problem = f"run: the weights in {path} do not fit these fields or this data"
-    return with_weights(
-        Run(path, experiment, experiment.build_method(space), saved.step), state, problem, where, domain
-    )
+    run = Run(path, experiment, experiment.build_method(space), saved.step)
+    return with_weights(run, state, f"run: the weights in {path} do not fit these fields or this data", where, domain)
 
 
 def with_weights(
     run: Run, state: Mapping[str, Tensor], problem: str, where: torch.device, domain: Domain | None
 ) -> Run:
-    """Load weights into the method of a run; if they do not fit, a ConfigError begins with the problem."""
+    """Load weights into the method of a run; if they do not fit, raise a ConfigError that begins with `problem`."""
     try:
         run.method.load_state_dict(state)
     except RuntimeError as error:

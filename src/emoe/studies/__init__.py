@@ -18,15 +18,15 @@ STUDIES: dict[str, tuple[str, str]] = {
     "mnist": ("emoe.studies.images", "the same on binarised MNIST, beside the paper's table"),
     "text": ("emoe.studies.text", "text: likelihoods, generative perplexity, MAUVE"),
 }
-"""Name -> module and one line of help; what `emoe reproduce` lists. `demo` and `sweep` are commands of their own."""
+"""Name -> module and one line of help, for `emoe reproduce`; `demo` and `sweep` are commands of their own."""
 
 
 def module(name: str) -> Any:
-    """The module of a study, `demo` and `sweep` included."""
+    """The module of a study, also of `demo` and `sweep`."""
     return importlib.import_module(STUDIES[name][0] if name in STUDIES else f"emoe.studies.{name}")
 
 
 def run(name: str, options: Any) -> int:
-    """Run a study, or continue it; returns an exit code."""
+    """Run or continue a study; return an exit code."""
     code: int = module(name).Study(dataclasses.replace(options, study=name)).run()
     return code

@@ -50,11 +50,9 @@ class Study(ToyStudy):
         super().__init__(dataclasses.replace(options, runs=options.out, results=options.out))
 
     def experiments(self) -> list[Experiment]:
-        """The recipes of the demo."""
         return [customise(get_recipe(name), self.options.settings) for name in EXPERIMENTS]
 
     def write(self, results: Results) -> None:
-        """Draw the figures, write the report, and print tables and the paths."""
         folder, trained = self.options.out, [run for run in self.runs if not run.steps_left]
         order, first = sorted(trained, key=lambda run: method_rank(run.experiment.method_name)), self.runs[0]
         panels = {"ground truth": first.domain.fresh(TRUTH, first.experiment.seed)}

@@ -1,32 +1,33 @@
-"""Training of the evaluation LM of the text study: the AR recipe on text that no model saw, early-stopped.
+"""The evaluation LM of the text study: the AR recipe, trained with early stopping on text that no model saw.
 
-The run folder is one like any other and resumes like any other. Beside it is a folder that ends in `-best`, a run too:
-the checkpoint with the lowest loss of the validation rows of the LM's own text.
+Beside its run folder is another one that ends in `-best`: the checkpoint with the lowest loss on the validation rows of
+its own text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emoe.domains.base import DataError
+from emoe.domains.base import DataError, Domain
 from emoe.domains.text.data import Text
 from emoe.engine import checkpoint
 from emoe.engine.arithmetic import arithmetic
-from emoe.engine.callbacks import Callback, Deadline, EarlyStopping, FitInfo, ProgressBar, StopSignal
+from emoe.engine.callbacks import EarlyStopping, FitInfo
 from emoe.engine.metricslog import read_metrics
+from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.experiment import Experiment, customise
 from emoe.files import replace_file
 from emoe.recipes import get_recipe
-from emoe.runs.train import load_run, train
-from emoe.studies.stages import run_name, steps_done
+from emoe.runs.train import load_run
+from emoe.studies.stages import Trained, steps_done
 from emoe.types import Likelihood
 
 CHECKS = 8  # validations during training, each of a checkpoint
@@ -47,23 +48,21 @@ def eval_lm_experiment(size: str, settings: Mapping[str, str], steps: int | None
     )
 
 
-@dataclass(frozen=True)
-class EvalLMRun:
-    """The run of the evaluation LM in a folder of runs."""
-
-    experiment: Experiment
-    runs: Path
-    device: str
-
-    @property
-    def path(self) -> Path:
-        """The run folder."""
-        return self.runs / run_name(self.experiment)
+class EvalLMRun(Trained):
+    """The run of the evaluation LM."""
 
     @property
     def best_path(self) -> Path:
         """The run folder of the best step."""
-        return self.runs / f"{self.path.name}-best"
+        return self.path.with_name(f"{self.path.name}-best")
+
+    @property
+    def steps_left(self) -> int:
+        """Steps after the last validation; 0 if the loss no longer falls; all of them if the best step is not saved."""
+        best, steps, total = self.best(), list(self.validations()), self.experiment.train.steps
+        if best is None or steps_done(self.best_path) != best[0]:
+            return total
+        return 0 if len(steps) - 1 - steps.index(best[0]) >= PATIENCE else total - steps[-1]
 
     def validations(self) -> dict[int, float]:
         """Loss of the validation rows by step, in nats per token."""
@@ -76,34 +75,27 @@ class EvalLMRun:
         return min(self.validations().items(), key=lambda item: item[1], default=None)
 
     @property
-    def finished(self) -> bool:
-        """Whether nothing is left to train, and the best step is saved."""
-        best, steps = self.best(), list(self.validations())
-        if best is None or steps_done(self.best_path) != best[0]:
-            return False
-        return len(steps) - 1 - steps.index(best[0]) >= PATIENCE or steps[-1] >= self.experiment.train.steps
-
-    @property
     def is_ready(self) -> bool:
         """Whether it can score: the best step is saved, and training has ended or ran on another machine."""
-        return steps_done(self.best_path) > 0 and (self.finished or not self.path.exists())
+        return steps_done(self.best_path) > 0 and (not self.steps_left or not self.path.exists())
 
-    def train(self, text: Text, stop: StopSignal, deadline: float | None, *, quiet: bool) -> None:
-        """Train to the end, or until the loss of the validation rows no longer falls, or until the deadline."""
-        bar = ProgressBar(self.experiment.name.partition(" ")[0], quiet=quiet)
-        callbacks: list[Callback] = [bar, KeepBest(self, text), *([] if deadline is None else [Deadline(deadline)])]
-        train(self.experiment, self.path, resume=True, device=self.device, callbacks=callbacks, stop=stop, domain=text)
+    def scorer(self, text: Text) -> RunLM:
+        """The evaluation LM of the best step; `text` stands for its own set where that is not on this machine."""
+        domain: Domain = text
+        with contextlib.suppress(DataError):
+            domain = self.domain
+        return RunLM(load_run(self.best_path, device=str(self.study.device), domain=domain))
 
 
 class KeepBest(EarlyStopping):
-    """Measures checkpoints on the validation rows, keeps the best one, and stops when they no longer improve."""
+    """Validates checkpoints, saves the best one, and stops when they no longer improve."""
 
-    def __init__(self, run: EvalLMRun, text: Text):
+    def __init__(self, run: EvalLMRun):
         super().__init__(METRIC, PATIENCE)
-        self.run, self.text = run, text
+        self.run = run
 
     def on_start(self, info: FitInfo) -> None:
-        """Continue where the run was stopped, which may be between a checkpoint and its validation."""
+        """Resume, perhaps between a checkpoint and its validation."""
         super().on_start(info)
         newest = checkpoint.latest(self.run.path / "checkpoints")
         if newest is not None and info.start:
@@ -113,15 +105,15 @@ class KeepBest(EarlyStopping):
             raise DataError(f"{best}: is incomplete; remove it and {path} to train the evaluation LM again")
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Measure a checkpoint, unless that was done, and keep it if it is the best."""
+        """Validate a checkpoint, unless that was done, and save it if it is the best."""
         config = self.run.experiment.train
         if step % config.save_every and step < config.steps:
             return  # a signal or a deadline stopped the run here; a validation would change which step is the best
         if step not in self.run.validations():
-            method = load_run(self.run.path, device=self.run.device, domain=self.text).method
+            text: Any = self.run.domain
             with arithmetic("fp32"):
-                nll = estimate_nll(method, self.text.test_rows.long(), Likelihood("exact"))
-            record = {"step": step, METRIC: nll.value / self.text.space.length}
+                nll = estimate_nll(self.run.open().method, text.test_rows.long(), Likelihood("exact"))
+            record = {"step": step, METRIC: nll.value / text.space.length}
             with (self.run.path / "metrics.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(record) + "\n")
             self.on_log(record)

@@ -44,9 +44,7 @@ class Study(pipeline.Study):
         return labels
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Times and exact laws; nothing is drawn."""
         return [*stages.times(run), stages.exact(run)]
 
     def write(self, results: Results) -> None:
-        """Differences between the methods on these runs."""
         self.print_tables(held_out_tables(results.only(recipe={run.experiment.name for run in self.runs})))

@@ -5,33 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
 
 from emoe.config import ConfigError
-from emoe.domains.base import Domain
+from emoe.domains.base import Domain, DomainConfig
 from emoe.domains.images import Images, as_images
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Panel
 from emoe.figures.gif import Recorder, write_gif
-from emoe.figures.panels import IMAGE_DPI, mosaic, panel_grid, show_mosaic
+from emoe.figures.panels import IMAGE_DPI, panel_grid, show_mosaic
 from emoe.reporting.cells import data_of, measure
-from emoe.reporting.images import bpd_tables, image_page, nfe_tables, real_data
+from emoe.reporting.images import bpd_tables, image_page, nfe_tables
 from emoe.reporting.recipes import parse, reference_name
 from emoe.reporting.results import Results, method_rank
-from emoe.reporting.table import models
+from emoe.reporting.table import models, reference
 from emoe.rng import Rng, derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import mean_curve
-from emoe.studies.pools import Archive, PoolKey
+from emoe.studies.pipeline import levels, mean_curve
+from emoe.studies.pools import Archive
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
@@ -69,17 +68,16 @@ class Study(pipeline.Study):
     gpu_jobs = 1
 
     def experiments(self) -> list[Experiment]:
-        """The recipes of the methods."""
         given = self.options
         methods = given.methods or (*METHODS, OURS[given.study])
         return recipe_experiments(given.study, methods, given.seeds, given.settings)
 
-    def build_domain(self, experiment: Experiment) -> Images:
+    def build_domain(self, config: DomainConfig, seed: int) -> Images:
         """Build the images; their folder is an option and no field, so a run does not depend on where they are."""
         root = {} if self.options.data_root is None else {"root": str(self.options.data_root)}
-        domain = dataclasses.replace(experiment.domain, **root).build(experiment.seed)
+        domain = dataclasses.replace(config, **root).build(seed)
         if not isinstance(domain, Images):
-            raise ConfigError([f"domain: {experiment.domain.kind!r} has no images; leave the recipe's domain"])
+            raise ConfigError(f"domain: {config.kind!r} has no images; leave the recipe's domain")
         return domain
 
     def stages(self, run: Trained) -> list[Stage]:
@@ -88,44 +86,41 @@ class Study(pipeline.Study):
         batch = max(1, min(config.batch, TOKENS // run.domain.space.length))
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
         work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
-        work += [stages.pool(run, PoolKey(nfe), self.samples(run), keep=EDGE * EDGE) for nfe in steps]
-        return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows)]
-
-    def samples(self, run: Trained) -> int:
-        """Samples for each NFE."""
-        return self.options.samples or run.experiment.eval.samples
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Real images; models on other data have their own."""
-        first = {reference_name(parse(run.experiment.name).changes): run for run in reversed(runs)}
-        return [real_stage(run.domain, name, self.samples(run)) for name, run in first.items()]
+        samples = options.samples or config.samples
+        work += [stages.pool(run, nfe, samples, keep=EDGE * EDGE) for nfe in steps]
+        real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), samples)
+        return [*stages.times(run), stages.sizes(run), *sorted(work, key=lambda stage: stage.rows), real]
 
     def write(self, results: Results) -> None:
-        """Tables, curves over NFE, samples, and an animation of a model whose latent are experts."""
-        data, part, always = self.options.study, results.only(task=self.options.study), self.options.only == "draw"
+        data, part = self.options.study, results.only(task=self.options.study)
         self.page(f"{data}.md", image_page(results))
         self.print_tables([*bpd_tables(part), *nfe_tables(part)])
-        self.panels(f"{data}-curves.png", curves(part), always=always, width=3.3)
-        if pools := self._shown_pools():
-            draw_samples = functools.partial(_draw_samples, pools, results, self.runs[0].domain)
-            self.figure(f"{data}-samples.png", draw_samples, always=always)
+        self.panels(f"{data}-curves.png", curves(part), width=3.3)
+        if cells := self._samples(results):
+            self.figure(f"{data}-samples.png", functools.partial(sample_grid, cells))
         animated = [run for run in self.runs if not run.steps_left and run.method.has_latent]
         for run in [run for run in animated if run.experiment.method.needs().experts][:1]:
-            self.figure(f"{data}-film.gif", functools.partial(animation, run), always=always)
+            self.figure(f"{data}-film.gif", functools.partial(animation, run))
 
-    def _shown_pools(self) -> list[Archive]:
-        """Samples of all methods with the changes and the seed of the first run, also those of earlier commands."""
-        first, paths = self.runs[0].experiment, (self.options.run_folder / "pools").glob(f"{self.options.study}-*.npz")
-        wanted, archives = (parse(first.name).changes, first.seed), map(Archive.open, sorted(paths))
-        same = [one for one in archives if (parse(one.manifest["recipe"]).changes, one.manifest["seed"]) == wanted]
-        return sorted(same, key=lambda archive: method_rank(archive.manifest["method"]))
+    def _samples(self, results: Results) -> dict[str, dict[str, np.ndarray]]:
+        """Real images and samples at each NFE, of all methods with the changes and the seed of the first run."""
+        first, rows = self.runs[0].experiment, {}
+        paths = sorted((self.options.run_folder / "pools").glob(f"{self.options.study}-*.npz"))
+        for archive in sorted(map(Archive.open, paths), key=lambda archive: method_rank(archive.manifest["method"])):
+            recipe, seed = parse(archive.manifest["recipe"]), archive.manifest["seed"]
+            if (recipe.changes, seed) == (parse(first.name).changes, first.seed):
+                label = results.label(archive.manifest["method"])
+                cells = {"real data": self.runs[0].domain.fresh(EDGE * EDGE, derive_seed(seed, label))}
+                cells |= {f"NFE {key.nfe}": archive.tokens(key) for key in archive.keys()}
+                rows[label] = {name: as_images(cell) for name, cell in cells.items()}
+        return rows
 
 
 def real_stage(images: Domain, name: str, count: int) -> Stage:
     """Metrics of real images, under the method `data`.
 
     Metrics of single images are those of the test images. Where two sets are compared, `count` training images take the
-    place of samples: what a model would get that has learned its training data perfectly and nothing else.
+    place of samples: these are the numbers of a model that repeats its training data.
     """
     assert isinstance(images, Images)
     count = min(count, len(images.rows))
@@ -136,39 +131,21 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
         items = images.measure(images.test_rows.long())
         return [compared[item.metric] if item.metric in COMPARING else item for item in items]
 
-    return stages.reference("real images", images, measure, "pixel_tv", recipe=name, n=count)
-
-
-def _draw_samples(pools: Sequence[Archive], results: Results, domain: Domain, path: Path) -> None:
-    """The first samples of each method at each NFE, and real images."""
-    rows = {}
-    for archive in pools:
-        label = results.label(archive.manifest["method"])
-        cells = {"real data": domain.fresh(EDGE * EDGE, derive_seed(archive.manifest["seed"], label))}
-        cells |= {f"NFE {key.nfe}": archive.tokens(key) for key in archive.keys()}
-        rows[label] = {name: as_images(cell) for name, cell in cells.items()}
-    sample_grid(rows, path)
+    return stages.reference("real images", images, measure, "pixel_tv", n=count, recipe=name)
 
 
 def sample_grid(rows: Mapping[str, Mapping[str, UInt8[np.ndarray, "_n S S"]]], path: Path) -> None:
     """A line of panels for each method (label -> column -> images), each with its first 4 x 4 images."""
-
-    def draw_cell(axis: Any, images: UInt8[np.ndarray, "_n S S"]) -> None:
-        show_mosaic(axis, mosaic(images, EDGE))
-
-    save(panel_grid(rows, draw_cell, dpi=IMAGE_DPI), path)
+    save(panel_grid(rows, functools.partial(show_mosaic, columns=EDGE), dpi=IMAGE_DPI), path)
 
 
 def curves(results: Results) -> list[list[Panel]]:
     """Frechet distance, coverage and confidence over NFE: a line for each model, real data as a level."""
-    panels = []
-    for data, metric in [(data, metric) for data in data_of(results)[:1] for metric in CURVES]:
-        part = results.only(data=data)
-        rows = {line.labels[0]: line.where(metric=metric).rows for line in models(part)}
-        lines = {label: mean_curve(group, lambda row: row.nfe) for label, group in rows.items()}
-        real = [row.value for row in real_data(part).where(metric=metric).rows]
-        levels = {"real data": real[0]} if real else {}
-        panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=levels))
+    part, panels = results.only(data=data_of(results)[:1]), []
+    for metric in CURVES if part.rows else ():
+        lines = {line.labels[0]: mean_curve(line.where(metric=metric).rows) for line in models(part)}
+        real = levels({"real data": reference(part, "data").where(metric=metric).rows})
+        panels.append(Panel(measure(metric).label, lines, log_y=metric == "frechet", levels=real))
     return [panels]
 
 

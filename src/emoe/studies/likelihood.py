@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +15,12 @@ from emoe.exact.laws import exact_laws, exact_nll
 from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Curve, Panel
 from emoe.recipes import get_recipe
-from emoe.reporting.results import Results, Row, methods_of
+from emoe.reporting.results import Results, Row, method_rank, select
 from emoe.reporting.toy import likelihood_tables
 from emoe.studies import options, pipeline, stages
 from emoe.studies.demo import EXPERIMENTS
 from emoe.studies.options import flag, hidden
+from emoe.studies.pipeline import levels
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
@@ -42,49 +42,46 @@ class Study(pipeline.Study):
     options: Options
 
     def experiments(self) -> list[Experiment]:
-        """The models of the demo."""
         return [customise(get_recipe(name), self.options.settings) for name in EXPERIMENTS]
 
     def stages(self, run: Trained) -> list[Stage]:
-        """The likelihoods and the exact NLL."""
         names = ["objective", *["nelbo"] * (not run.method.has_latent)]
         names += [name.format(steps) for steps in STEPS for name in BOUNDS.values()]
-        return [*(stages.likelihood(run, name, ROWS) for name in names), _exact(run)]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """The NLL of the rows under the law of the data."""
-        return [_truth(run.domain, run.experiment) for run in runs[:1]]
+        truth = _truth(run.domain, self.runs[0].experiment)
+        return [*(stages.likelihood(run, name, ROWS) for name in names), _exact(run), truth]
 
     def write(self, results: Results) -> None:
-        """The table, and bounds and exact NLL against T, a panel for each method."""
         self.print_tables(likelihood_tables(results))
         nll = results.only(task="toy", metric="nll")
-        self.panels("likelihood.png", [[_panel(nll, method) for method in methods_of(nll.models.rows)]], width=3.6)
+        methods = sorted({row.method for row in nll.models.rows}, key=method_rank)
+        self.panels("likelihood.png", [[_panel(nll, method) for method in methods]], width=3.6)
 
 
 def _exact(trained: Trained) -> Stage:
     """Mean exact NLL of the rows for each T; where latents have to be drawn, with the standard error of four laws."""
 
     def run() -> list[Row]:
-        rows = held_out_rows(trained.domain, ROWS, trained.experiment.seed)
-        items = {}
-        for steps, laws in exact_laws(trained.run.method, STEPS).items():
+        rows, result = held_out_rows(trained.domain, ROWS, trained.experiment.seed), []
+        for fields, laws in zip(wanted, exact_laws(trained.run.method, STEPS).values(), strict=True):
             each = torch.stack([exact_nll(law, rows).mean() for law in laws])
             error = each.std().item() / math.sqrt(len(each)) if len(each) > 1 else None
-            items[steps] = Measurement("nll", exact_nll(laws.mean(0), rows).mean().item(), error, len(rows))
-        return [trained.row(item, nfe=steps, convention="exact") for steps, item in items.items()]
+            value = exact_nll(laws.mean(0), rows).mean().item()
+            result.append(Row(**fields, metric="nll", value=value, stderr=error, n=len(rows)))
+        return result
 
-    return Stage("exact NLL", run, trained.recorded(each_nfe=STEPS, convention="exact"))
+    wanted = [trained.fields(nfe=steps, convention="exact") for steps in STEPS]
+    return Stage("exact NLL", run, wanted)
 
 
 def _truth(toy: Domain, experiment: Experiment) -> Stage:
+    """The NLL of the rows under the law of the data."""
     assert isinstance(toy, Toy)
-    law, recipe, seed = toy.cell_probabilities(), experiment.name, experiment.seed
+    law, seed = toy.cell_probabilities(), experiment.seed
 
     def measure() -> list[Measurement]:
         return stages.numbers({"nll": exact_nll(law, held_out_rows(toy, ROWS, seed)).mean().item()}, ROWS)
 
-    return stages.reference("the law", toy, measure, "nll", recipe=recipe, seed=seed, convention="exact")
+    return stages.reference("the law", toy, measure, "nll", recipe=experiment.name, seed=seed, convention="exact")
 
 
 def _panel(results: Results, method: str) -> Panel:
@@ -97,7 +94,6 @@ def _panel(results: Results, method: str) -> Panel:
         curves[label] = Curve(points, style=style)
     exact = sorted((row.nfe, row.value) for row in rows if row.convention == "exact" and row.nfe is not None)
     curves["exact NLL of the T-step sampler"] = Curve(exact, colour="black")
-    levels = {"objective": named["objective"]} if "objective" in named else {}
-    truth = [row.value for row in results.select(method="data")]
-    levels |= {"the data's own law": truth[0]} if truth else {}
-    return Panel(results.label(method), curves, xlabel="steps T", ylabel="nats per row", log_y=True, levels=levels)
+    objective = select(rows, convention="objective")
+    level = levels({"objective": objective, "the data's own law": results.select(method="data")})
+    return Panel(results.label(method), curves, xlabel="steps T", ylabel="nats per row", log_y=True, levels=level)

@@ -19,9 +19,9 @@ LARGEST_SEED = 2**63 - 1
 def flag(default: Any, help: str, **limits: Any) -> Any:  # noqa: A002 - the word of argparse
     """A field of options with one line of help.
 
-    `limits`: `low` and `high` of a number or of each element of a tuple, `allowed` values; `recorded=False` for what
-    changes no number and is left out of the command in results; `positional`; `repeat` for an option that may be given
-    several times; `hidden` from parsers.
+    `limits`: `low` and `high` of a number or of each element of a tuple; `allowed` values; `recorded=False` for options
+    that change no number and are left out of the command in results; `positional`; `repeat` for an option that may be
+    given several times; `hidden` from parsers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -48,9 +48,7 @@ class Options(Config):
     results: Path = flag(Path("results"), "folder of results, tables and figures", recorded=False)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N", recorded=False)
     jobs: int = flag(0, "runs at once; 0: several on a GPU, one for each core on a CPU", low=0, high=64, recorded=False)
-    budget: float | None = flag(
-        None, "minutes after which training is stopped and saved; the same command continues", low=0, recorded=False
-    )
+    budget: float | None = flag(None, "minutes to train, then save; the same command continues", low=0, recorded=False)
     quiet: bool = flag(False, "no progress", recorded=False)
     settings: Mapping[str, str] = field(default_factory=dict, metadata={"help": "fields of recipes", "recorded": False})
 
@@ -69,7 +67,7 @@ class Options(Config):
 
     @property
     def stem(self) -> str:
-        """How the names of its files begin."""
+        """Prefix of the names of its files."""
         return self.study
 
     @property
@@ -79,11 +77,11 @@ class Options(Config):
 
     @property
     def command(self) -> str:
-        """The command as it is typed, without options."""
+        """The command without options."""
         return f"emoe {self.study}" if self.study in ("demo", "sweep") else f"emoe reproduce {self.study}"
 
     def command_line(self) -> str:
-        """The command for the record: options that differ from their defaults and can change a number."""
+        """The command in results: options that differ from their defaults and can change a number."""
         words = self.command.split()
         for option in dataclasses.fields(self):
             value, metadata = getattr(self, option.name), option.metadata

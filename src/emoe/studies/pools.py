@@ -23,6 +23,7 @@ from emoe.domains.base import DataError
 from emoe.files import replace_file
 
 MANIFEST = "manifest"
+RUN = ("data", "method", "recipe", "seed")  # in the manifest of an archive: the run that it belongs to
 Array = NDArray[Any]
 
 
@@ -72,6 +73,11 @@ class Archive:
         manifest = np.frombuffer(json.dumps(self.manifest, sort_keys=True).encode(), np.uint8)
         np.savez_compressed(buffer, **self.arrays, **{MANIFEST: manifest})  # type: ignore[arg-type]
         replace_file(self.path, buffer.getvalue())
+
+    def fields(self, key: PoolKey) -> dict[str, Any]:
+        """Fields of rows of a pool of text."""
+        run = {name: self.manifest[name] for name in RUN}
+        return {"task": "text", **run, "nfe": key.nfe, "convention": key.variant}
 
     def keys(self) -> list[PoolKey]:
         """Its pools, by variant and NFE."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape as escape_html
 
-from emoe.reporting.recipes import as_typed, common, parse
+from emoe.reporting.recipes import as_typed, common_changes, parse, without
 from emoe.reporting.results import Results, method_rank
 from emoe.reporting.text import VARIANTS
 from emoe.studies.pools import Archive, PoolKey
@@ -22,7 +22,7 @@ def escape(text: str) -> str:
 
 def samples_page(pools: Sequence[Archive], results: Results, tables: str) -> str:
     """For every text and NFE the first samples of each pool; `tables` is the page that has their numbers."""
-    changes = common(parse(pool.manifest["recipe"]).changes for pool in pools)
+    changes = common_changes(pool.manifest["recipe"] for pool in pools)
     everywhere = f" All with `{as_typed(changes)}`." if changes else ""
     parts = [
         f"# Samples\n\nThe first {SHOWN} of each pool, not chosen, by the moving average of the weights; special "
@@ -43,9 +43,9 @@ def samples_page(pools: Sequence[Archive], results: Results, tables: str) -> str
     return "\n".join(parts)
 
 
-def _title(pool: Archive, key: PoolKey, results: Results, common_changes: Mapping[str, str]) -> str:
+def _title(pool: Archive, key: PoolKey, results: Results, common: Mapping[str, str]) -> str:
     recipe, seed = parse(pool.manifest["recipe"]), pool.manifest["seed"]
-    own = as_typed({name: text for name, text in recipe.changes.items() if name not in common_changes})
-    variant = VARIANTS[key.variant].label if key.variant else ""
+    own = as_typed(without(recipe.changes, common))
+    variant = VARIANTS[key.variant] if key.variant else ""
     words = [results.label(pool.manifest["method"]), f"({own})" * bool(own), f"seed {seed}" * bool(seed), variant]
     return escape(", ".join(filter(None, words)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +15,22 @@ from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Panel
 from emoe.recipes import get_recipe
 from emoe.reporting import ties
-from emoe.reporting.results import Results
+from emoe.reporting.cells import Line
+from emoe.reporting.results import Results, Row
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.options import flag, hidden, seeds_flag
 from emoe.studies.pipeline import mean_curve
-from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
-from emoe.types import Measurement
 
 FAMILIES = get_args(TieFamily)
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # name -> recipe and changed fields
+    "mdlm": ("ties-mdlm", {}),
+    "vadd": ("ties-vadd", {}),
+    "paper": ("ties-emoe", {}),
+    "plus": ("ties-emoe-wake-sleep", {}),
+    "wake-sleep-row": ("ties-emoe-wake-sleep", {"method.compare.credit": "row"}),
+    "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
+}
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
 HELD_OUT_ROWS = 2_000  # of bound@1
 
@@ -34,7 +42,7 @@ class Options(options.Options):
     reserved = {"domain.family": "families", "domain.length": "lengths", "backbone.depth": "depth"}
 
     study: str = hidden("scaling")
-    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(ties.VARIANTS))
+    variants: tuple[str, ...] = flag(DEFAULT_VARIANTS, "ways to learn", allowed=tuple(VARIANTS))
     families: tuple[str, ...] = flag(FAMILIES, "families of ties", allowed=FAMILIES)
     lengths: tuple[int, ...] = flag((2, 4, 8, 16, 32, 64), "lengths L of a row", low=2, high=10_000)
     depth: int | None = flag(None, "blocks of the network; default: 2 to 6, growing with L", low=2, high=100)
@@ -48,16 +56,17 @@ class Study(pipeline.Study):
     measures_past_deadline = True
 
     def experiments(self) -> dict[Experiment, str]:
-        """First the default variants, the longest rows at the beginning.
+        """Default variants come first, each with the longest rows first.
 
         Lengths that a family cannot cut into groups are left out; fields of a variant win over `settings`.
         """
-        given = self.options
+        given, runs, refused = self.options, dict[Experiment, str](), list[str]()
         settings = {name.replace("_", "-"): text for name, text in given.settings.items()}
-        runs, refused = list[tuple[tuple[bool, int], Experiment, str]](), list[str]()
         tasks = itertools.product(given.lengths, given.seeds, given.families, given.variants)
-        for length, seed, family, variant in tasks:
-            depth, (recipe, own) = given.depth or ties.default_depth(length), ties.VARIANTS[variant]
+        for length, seed, family, variant in sorted(
+            tasks, key=lambda task: (task[3] not in DEFAULT_VARIANTS, -task[0])
+        ):
+            depth, (recipe, own) = given.depth or ties.default_depth(length), VARIANTS[variant]
             task = {"domain.family": family, "domain.length": length, "backbone.depth": depth, "seed": seed}
             try:
                 experiment = customise(get_recipe(recipe), {**settings, **own, **task})
@@ -66,46 +75,41 @@ class Study(pipeline.Study):
                     raise
                 refused += error.problems
             else:
-                order = variant not in DEFAULT_VARIANTS, -length
-                runs.append((order, experiment, f"{variant}, {family}-L{length}, seed {seed}"))
+                runs[experiment] = f"{variant}, {family}-L{length}, seed {seed}"
         if not runs:
             raise ConfigError(list(dict.fromkeys(refused)))
-        return {experiment: label for _, experiment, label in sorted(runs, key=lambda item: item[0])}
+        return runs
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Samples, bound@1 with the coordination gain, and the routing at the end of training."""
         config, bound = run.experiment.eval, stages.likelihood(run, "bound@1", HELD_OUT_ROWS)
-        pools = [stages.pool(run, PoolKey(nfe), config.samples) for nfe in config.nfe]
-        return [*stages.times(run), *pools, bound, *training.routing(run)]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """What the best factorised chain keeps of the ties; at NFE 1 chance."""
-        unique = {run.domain.name: run for run in runs}.values()
-        return [_ideal(run.domain, nfe) for run in unique for nfe in run.experiment.eval.nfe]
+        pools = [stages.pool(run, nfe, config.samples) for nfe in config.nfe]
+        ideal = [_ideal(run.domain, nfe) for nfe in config.nfe]
+        return [*stages.times(run), *pools, bound, *training.routing(run), *ideal]
 
     def write(self, results: Results) -> None:
-        """Tables of these runs; the figure of everything that is recorded."""
+        """The tables are of these runs, the figure of all results."""
         part = results.only(recipe={"reference", *(run.experiment.name for run in self.runs)})
         self.print_tables([*ties.scaling_tables(part), *ties.health_tables(part)])
         kept = results.only(task="ties", metric="ties", nfe=1)
-        families = sorted({ties.setting_of(row.data).family for row in kept.models.rows})
-        self.panels("scaling.png", [[_panel(kept, family) for family in families]], width=2.9)
+        panels = [_panel(family, lines) for family, lines in ties.by_family(kept).items()]
+        self.panels("scaling.png", [panels], width=2.9)
 
 
 def _ideal(domain: Domain, nfe: int) -> Stage:
+    """Ties that the best factorised chain keeps; at NFE 1 chance."""
     assert isinstance(domain, Ties)
-    share = domain.ideal
-
-    def measure() -> list[Measurement]:
-        return stages.numbers({"ties": share(nfe)})
-
-    return stages.reference(f"ideal chain, NFE {nfe},", domain, measure, "ties", method="ideal", nfe=nfe)
+    name, share = f"ideal chain, NFE {nfe},", functools.partial(domain.ideal, nfe)
+    return stages.reference(name, domain, lambda: stages.numbers({"ties": share()}), "ties", method="ideal", nfe=nfe)
 
 
-def _panel(results: Results, family: str) -> Panel:
-    """Ties kept at NFE 1 against L: a line for each variant, and chance."""
-    groups = {label: rows for (name, label), rows in ties.by_variant(results).items() if name == family}
-    curves = {label: mean_curve(rows, lambda row: ties.setting_of(row.data).length) for label, rows in groups.items()}
-    chance = [row for row in results.select(method="ideal") if ties.setting_of(row.data).family == family]
-    curves["chance"] = mean_curve(chance, lambda row: ties.setting_of(row.data).length, colour="0.4", style=":")
+def _length(row: Row) -> int:
+    return ties.setting_of(row.data).length
+
+
+def _panel(family: str, lines: Sequence[Line]) -> Panel:
+    """Ties kept at NFE 1 against L: a curve for each model, and chance."""
+    curves = {}
+    for line in lines:
+        colour, style = ("0.4", ":") if line.reference else ("", "-")
+        curves[line.labels[0]] = mean_curve(line.rows, _length, colour=colour, style=style)
     return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")

@@ -6,12 +6,10 @@ held-out rows. MAUVE is computed from the stored features and needs neither the 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,12 @@ from emoe.evaluation.gen_ppl import SETTINGS, score
 from emoe.evaluation.likelihood import estimate_nll, held_out_rows
 from emoe.evaluation.mauve import SCALING, SEEDS, mauve
 from emoe.files import replace_file
-from emoe.reporting.results import Results, Row
+from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting
-from emoe.runs.train import load_run
-from emoe.studies import stages
 from emoe.studies.eval_lm import EvalLMRun
 from emoe.studies.pools import Archive, PoolKey, digest
 from emoe.studies.sets import describe_text
-from emoe.studies.stages import Stage
+from emoe.studies.stages import Stage, fields_of, in_metrics, numbers, rows_of, stage
 from emoe.types import Likelihood, Measurement
 
 COMPONENTS = 100  # of stored features
@@ -63,107 +59,71 @@ def reduce(features: Float[Tensor, "n F"], mean: Tensor, directions: Tensor) -> 
     return reduced.astype("<f2")
 
 
-def manifest_row(
-    manifest: Mapping[str, Any], item: Measurement, *, nfe: int | None = None, convention: str | None = None
-) -> Row:
-    """A measurement as a row of the run that a manifest describes."""
-    run = {name: manifest[name] for name in ("data", "method", "recipe", "seed")}
-    return Row(task="text", nfe=nfe, convention=convention, **run, **vars(item))
+def score_stages(run: EvalLMRun, text: Text, pools: Sequence[Archive], rows: int, page: Path) -> list[Stage]:
+    """Stages of the held-out rows of a text, then of every pool that is compared with them.
+
+    `rows` of them are for the likelihood of the evaluation LM; the manifest of their features goes into `page`.
+    """
+    lm, folder = run.scorer(text), run.path.parent / "features"
+    reference = Archive.open(folder / f"reference-{text.name}.npz")
+    work = [_reference_stage(run, lm, text, reference, min(rows, len(text.test_rows)), page)]
+    for pool in pools:
+        features = Archive.open(folder / pool.path.name)
+        work += [_score_stage(lm, text, reference, pool, features, key) for key in pool.keys()]
+    return work
 
 
-@dataclass
-class Scoring:
-    """Scores pools that are compared with the held-out rows of one text."""
+def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, count: int, page: Path) -> Stage:
+    """The evaluation LM on held-out rows: its likelihood, its best step, principal components of its features."""
+    own = fields_of(text, method="judge", recipe=run.experiment.name, seed=run.experiment.seed)
+    made_of = {"judge": lm.sha256, "split": describe_text(text)["split_sha256"]}
 
-    lm_run: EvalLMRun
-    lm_text: Text | None  # its own text, if it is on this machine: its tokenizer is compared with that of the samples
-    text: Text  # the held-out rows
-    rows: int  # of them for the perplexity of the evaluation LM
-    folder: Path  # of features
-    page: Path  # for the manifest of the features
+    def work() -> list[Row]:
+        rows, best = held_out_rows(text, None, 0), run.best()
+        features = lm.features(text, rows)
+        mean, directions, share = principal_components(features)
+        (size, components), reduced = directions.shape, reduce(features, mean, directions)
+        reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy(), "features": reduced}
+        pca: dict[str, Any] = {"dimensions": components, "of": size, "variance_kept": round(share, 4)}
+        pca |= {"fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16"}
+        mauve = {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"}
+        made = {"judge": lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS)}
+        reference.manifest = describe_text(text) | made | {"pca": pca, "mauve": mauve}
+        reference.save()
+        replace_file(page, json.dumps(reference.manifest, indent=1, sort_keys=True) + "\n")
+        nll = estimate_nll(lm.run.method, held_out_rows(text, count, 0), Likelihood("exact"))
+        values: dict[str, float] = {"judge_step": lm.run.step, "pca_dimensions": components}
+        values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
+        items = {
+            "exact": in_metrics(nll, lm.context, ("nll_token", "ppl")),
+            None: [*numbers(values), *numbers({"pca_share": 100 * share}, len(rows))],
+        }
+        real = {setting: [score(lm, text, rows, setting).perplexity()] for setting in SETTINGS}
+        return rows_of(own, items) + rows_of(fields_of(text), real)
 
-    def __post_init__(self) -> None:
-        self.rows = min(self.rows, len(self.text.test_rows))
-        self.reference = Archive.open(self.folder / f"reference-{self.text.name}.npz")
+    wanted, name = [own | {"metric": "ppl", "convention": "exact"}], f"held-out rows of {text.name}"
+    return Stage(name, work, wanted, count, lambda: reference.manifest.get("made_of") == made_of and page.exists())
 
-    @functools.cached_property
-    def lm(self) -> RunLM:
-        """The evaluation LM."""
-        run = self.lm_run
-        return RunLM(load_run(run.best_path, device=run.device, domain=self.lm_text or self.text))
 
-    def stages(self, pools: Sequence[Archive]) -> list[Stage]:
-        """Stages of the held-out rows, then of every pool."""
-        return [self.reference_stage(), *(self.score_stage(pool, key) for pool in pools for key in pool.keys())]
+def _score_stage(lm: RunLM, text: Text, reference: Archive, pool: Archive, features: Archive, key: PoolKey) -> Stage:
+    """Perplexities and features of a pool."""
+    names = {in_setting(setting, key.variant): setting for setting in SETTINGS}
+    made_of = {"pool": digest(pool.arrays[str(key)]), "judge": lm.sha256}
+    fields = pool.fields(key)
 
-    def reference_stage(self) -> Stage:
-        """The evaluation LM on held-out rows: its likelihood, its best step, principal components of its features."""
-        text, reference, experiment = self.text, self.reference, self.lm_run.experiment
-        own = {"data": text.name, "method": "judge", "recipe": experiment.name, "seed": experiment.seed}
-        made_of = {"judge": self.lm.sha256, "split": describe_text(text)["split_sha256"]}
+    def work() -> list[Row]:
+        tokens = pool.tokens(key)
+        items = {name: [score(lm, text, tokens, setting).perplexity()] for name, setting in names.items()}
+        mean, directions = (torch.from_numpy(reference.arrays[name]) for name in ("mean", "directions"))
+        features.arrays[str(key)] = reduce(lm.features(text, tokens), mean, directions)
+        scored = features.manifest.get("scored", {}) | {str(key): made_of}
+        own = {name: value for name, value in pool.manifest.items() if name != "pools"}
+        features.manifest |= own | {"judge": lm.describe(), "scored": scored}
+        features.save()
+        return rows_of(fields, items)
 
-        def run() -> list[Row]:
-            rows, best = held_out_rows(text, None, 0), self.lm_run.best()
-            features = self.lm.features(text, rows)
-            mean, directions, share = principal_components(features)
-            reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy()}
-            reference.arrays["features"] = reduce(features, mean, directions)
-            pca = {
-                "dimensions": directions.shape[1], "of": directions.shape[0], "variance_kept": round(share, 4),
-                "fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16",
-            }  # fmt: skip
-            reference.manifest = describe_text(text) | {
-                "judge": self.lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS),
-                "pca": pca, "mauve": {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"},
-            }  # fmt: skip
-            reference.save()
-            replace_file(self.page, json.dumps(reference.manifest, indent=1, sort_keys=True) + "\n")
-            exact = estimate_nll(self.lm.run.method, held_out_rows(text, self.rows, 0), Likelihood("exact"))
-            named = stages.in_metrics(exact, self.lm.context, ("nll_token", "ppl"))
-            values: dict[str, float] = {"judge_step": self.lm.run.step, "pca_dimensions": directions.shape[1]}
-            values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
-            items = [*stages.numbers(values), *stages.numbers({"pca_share": 100 * share}, len(rows))]
-            data = {"data": text.name, "method": "data", "recipe": "reference", "seed": None}
-            real = {setting: score(self.lm, text, rows, setting).perplexity() for setting in SETTINGS}
-            return [
-                *(manifest_row(own, item, convention="exact") for item in named),
-                *(manifest_row(own, item) for item in items),
-                *(manifest_row(data, item, convention=setting) for setting, item in real.items()),
-            ]
-
-        likelihood = stages.recorded(n=self.rows, method="judge", metric="ppl", data=text.name, recipe=experiment.name)
-        perplexity = stages.recorded(method="data", metric="gen_ppl", data=text.name)
-
-        def done(results: Results) -> bool:
-            same = reference.manifest.get("made_of") == made_of and self.page.exists()
-            return same and likelihood(results) and perplexity(results)
-
-        return Stage(f"held-out rows of {text.name}", run, done)
-
-    def score_stage(self, pool: Archive, key: PoolKey) -> Stage:
-        """Perplexities and features of a pool."""
-        path, own = self.folder / pool.path.name, {k: value for k, value in pool.manifest.items() if k != "pools"}
-        names = {in_setting(setting, key.variant): setting for setting in SETTINGS}
-        made_of = {"pool": digest(pool.arrays[str(key)]), "judge": self.lm.sha256}
-
-        def run() -> list[Row]:
-            tokens, features = pool.tokens(key), Archive.open(path)
-            items = {name: score(self.lm, self.text, tokens, setting).perplexity() for name, setting in names.items()}
-            mean, directions = (torch.from_numpy(self.reference.arrays[name]) for name in ("mean", "directions"))
-            features.arrays[str(key)] = reduce(self.lm.features(self.text, tokens), mean, directions)
-            scored = features.manifest.get("scored", {}) | {str(key): made_of}
-            features.manifest |= own | {"judge": self.lm.describe(), "scored": scored}
-            features.save()
-            return [manifest_row(own, item, nfe=key.nfe, convention=name) for name, item in items.items()]
-
-        same = {name: own[name] for name in ("data", "recipe", "seed")} | {"metric": "gen_ppl"}
-        checks = [stages.recorded(convention=name, nfe=key.nfe, **same) for name in names]
-
-        def done(results: Results) -> bool:
-            scored = Archive.open(path).manifest.get("scored", {}).get(str(key)) == made_of
-            return scored and all(check(results) for check in checks)
-
-        return Stage(f"{pool.path.stem}, {key}", run, done)
+    wanted, name = [fields | {"metric": "gen_ppl", "convention": name} for name in names], f"{pool.path.stem}, {key}"
+    return Stage(name, work, wanted, current=lambda: features.manifest.get("scored", {}).get(str(key)) == made_of)
 
 
 def mauve_stages(folder: Path) -> list[Stage]:
@@ -177,22 +137,15 @@ def mauve_stages(folder: Path) -> list[Stage]:
 
 def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> Stage:
     """MAUVE in percent, from as many rows of both as the fewer has, and its spread over seeds of k-means."""
-    samples, manifest = archive.arrays[str(key)], archive.manifest
-    n = min(len(samples), len(real))
-    made_of = digest(samples[:n], real[:n])
+    n = min(len(archive.arrays[str(key)]), len(real))
+    pair = archive.arrays[str(key)][:n], real[:n]
+    done, made_of = archive.manifest.setdefault("mauve", {}), digest(*pair)
 
-    def run() -> list[Row]:
-        values = mauve(torch.from_numpy(samples[:n].astype(np.float64)), torch.from_numpy(real[:n].astype(np.float64)))
-        manifest.setdefault("mauve", {})[str(key)] = made_of
+    def measure() -> list[Measurement]:
+        values = mauve(*(torch.from_numpy(features).double() for features in pair))
+        done[str(key)] = made_of
         archive.save()
-        percent = {"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}
-        items = stages.numbers(percent, n)
-        return [manifest_row(manifest, item, nfe=key.nfe, convention=key.variant) for item in items]
+        return numbers({"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}, n)
 
-    same = {name: manifest[name] for name in ("data", "recipe", "seed")} | {"metric": "mauve"}
-    known = stages.recorded(nfe=key.nfe, convention=key.variant, **same)
-
-    def done(results: Results) -> bool:
-        return known(results) and manifest.get("mauve", {}).get(str(key)) == made_of
-
-    return Stage(f"MAUVE of {archive.path.stem}, {key}", run, done)
+    name = f"MAUVE of {archive.path.stem}, {key}"
+    return stage(name, archive.fields(key), measure, "mauve", current=lambda: done.get(str(key)) == made_of)

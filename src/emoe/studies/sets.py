@@ -1,4 +1,4 @@
-"""The prepared sets of the text study: their folders on this machine, and whether they fit together."""
+"""The prepared sets of the text study: their folders on this machine, and checks that they match."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from emoe.domains.text.data import Text, TextConfig, read_manifest
 
 def describe_text(text: Text) -> dict[str, Any]:
     """The held-out rows of a set and its tokens, by checksum."""
-    manifest, space = text.manifest, text.space
-    return {
-        "data": text.name, "split": text.held_out, "split_sha256": manifest["splits"][text.held_out]["sha256"],
-        "tokenizer": manifest["tokenizer"]["sha256"], "length": space.length, "size": space.size, "mask": space.mask_id,
-        "packing": manifest.get("packing"),
-    }  # fmt: skip
+    manifest, space, split = text.manifest, text.space, text.held_out
+    rows = {"data": text.name, "split": split, "split_sha256": manifest["splits"][split]["sha256"]}
+    tokens = {"tokenizer": manifest["tokenizer"]["sha256"], "packing": manifest.get("packing")}
+    return {**rows, **tokens, "length": space.length, "size": space.size, "mask": space.mask_id}
 
 
 @dataclass
@@ -43,14 +41,6 @@ class Sets:
         if config not in self._built:
             self._built[config] = Text(config, self.path(config))
         return self._built[config]
-
-    @functools.cached_property
-    def lm_text(self) -> Text | None:
-        """The text of the evaluation LM; None if it is not on this machine."""
-        try:
-            return self.open(self.lm_config)
-        except DataError:
-            return None
 
     @functools.cached_property
     def zero_shot_text(self) -> Text | None:
@@ -83,30 +73,26 @@ class Sets:
         )
 
     def check(self) -> None:
-        """Refuse a missing set with the option for it."""
+        """Raise an error that names the option if the set of the models is missing."""
         self._manifest(self.config, "set", "give --set FOLDER, which emoe data prepare wrote")
 
     def check_eval_lm(self) -> None:
-        """Refuse, before anything is trained, text of the evaluation LM that is missing or not other text."""
+        """Check the set of the evaluation LM: its tokenizer, validation rows, and no training file of the models."""
         remedy = "give --eval-lm-set FOLDER, text that no model saw, prepared with the same tokenizer"
         own = self._manifest(self.lm_config, "eval-lm-set", f"{remedy}, or one part alone: --only train")
-        problems = []
-        if "valid" not in own["splits"]:
-            problems.append("has no validation rows, which decide when to stop; prepare it with --split")
         try:
             other = read_manifest(self.path(self.config))
         except DataError:
             other = own | {"inputs": []}  # the evaluation LM may be trained on a machine without the models' text
-        if (own["tokenizer"]["sha256"], own["length"]) != (other["tokenizer"]["sha256"], other["length"]):
-            problems.append("has another tokenizer or length than --set; prepare it with the same")
         known = {item["sha256"] for item in other["inputs"]}
-        problems += [
-            f"trains on {item['path']}, which is in --set too; leave that file out of it"
-            for item in own["inputs"]
-            if "train" in item["starts"] and item["sha256"] in known
-        ]
-        if problems:
-            raise DataError(f"eval-lm-set: {self.path(self.lm_config)} {problems[0]}")
+        both = [item["path"] for item in own["inputs"] if "train" in item["starts"] and item["sha256"] in known]
+        problem = f"trains on {both[0]}, which is in --set too; leave that file out of it" if both else ""
+        if (own["tokenizer"]["sha256"], own["length"]) != (other["tokenizer"]["sha256"], other["length"]):
+            problem = "has another tokenizer or length than --set; prepare it with the same"
+        if "valid" not in own["splits"]:
+            problem = "has no validation rows, which decide when to stop; prepare it with --split"
+        if problem:
+            raise DataError(f"eval-lm-set: {self.path(self.lm_config)} {problem}")
 
     def _manifest(self, config: Any, option: str, remedy: str) -> dict[str, Any]:
         try:

@@ -20,22 +20,23 @@ from emoe.config import to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
 from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, in_units, passes
-from emoe.evaluation.measure import exact_rows, row
+from emoe.evaluation.measure import exact_rows
 from emoe.experiment import Experiment
 from emoe.methods.base import Method, SamplerConfig
 from emoe.reporting.results import Results, Row
 from emoe.runs.run import Run
 from emoe.runs.sampling import draw
 from emoe.runs.train import load_run
-from emoe.studies.pools import Archive, PoolKey
+from emoe.studies.pools import RUN, Archive, PoolKey
 from emoe.types import Likelihood, Measurement
 
 if TYPE_CHECKING:
     from emoe.studies.pipeline import Study
 
-SHOWN = 2  # samples of a pool that are kept as text
+SHOWN = 2  # samples of a pool that are saved as text
 TIMES = "times.jsonl"  # in a run folder: seconds of every part of its training
-Check = Callable[[Results], bool]
+Fields = dict[str, Any]  # of rows, all but those of the measurement
+Measure = Callable[[], Iterable[Measurement]]
 
 
 class Stage(NamedTuple):
@@ -43,14 +44,37 @@ class Stage(NamedTuple):
 
     name: str
     run: Callable[[], list[Row]]
-    done: Check
+    wanted: Sequence[Fields]  # of rows that are recorded when it is done
+    n: int = 0  # samples or rows behind each of these, at least
+    current: Callable[[], bool] = lambda: True  # whether its files are up to date
     rows: int = 1  # through the network, for the progress
 
+    def done(self, results: Results) -> bool:
+        """Whether its rows are recorded and its files are up to date."""
+        found = (results.select(**fields) for fields in self.wanted)
+        return self.current() and all(any((row.n or 0) >= self.n for row in rows) for rows in found)
 
-def recorded(*, n: int = 0, each_nfe: Sequence[int] = (), **where: Any) -> Check:
-    """A check that results hold a number, or one at each of several NFE, from at least `n` samples or rows."""
-    parts = [{**where, "nfe": nfe} for nfe in each_nfe] or [where]
-    return lambda results: all(any((row.n or 0) >= n for row in results.select(**part)) for part in parts)
+
+def stage(name: str, fields: Fields, measure: Measure, metric: str = "", **options: Any) -> Stage:
+    """A stage whose rows differ in the measurement alone; done when one of them, or that of `metric`, is recorded."""
+    wanted = fields | ({"metric": metric} if metric else {})
+    return Stage(name, lambda: [Row(**fields, **vars(item)) for item in measure()], [wanted], **options)
+
+
+def rows_of(fields: Fields, items: Mapping[Any, Iterable[Measurement]]) -> list[Row]:
+    """Rows of measurements by convention."""
+    return [Row(**fields | {"convention": name}, **vars(item)) for name, group in items.items() for item in group]
+
+
+def reference(name: str, domain: Domain, measure: Measure, metric: str, n: int = 0, **own: Any) -> Stage:
+    """A stage of a reference, such as real data; for `own` see `fields_of`."""
+    return stage(f"{name} of {domain.name}", fields_of(domain, **own), measure, metric, n=n)
+
+
+def fields_of(domain: Domain, **own: Any) -> Fields:
+    """Fields of rows of a reference, real data without seed, NFE and convention unless `own` says otherwise."""
+    none = dict.fromkeys(("seed", "nfe", "convention"))
+    return {"task": domain.task, "data": domain.name, "method": "data", "recipe": "reference", **none, **own}
 
 
 class Trained:
@@ -80,9 +104,8 @@ class Trained:
     @functools.cached_property
     def pools(self) -> Archive:
         """The samples of the run."""
-        archive, config = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.experiment
-        archive.manifest |= {"recipe": config.name, "method": config.method_name, "seed": config.seed}
-        archive.manifest["data"] = self.domain.name
+        archive, fields = Archive.open(self.path.parent / "pools" / f"{self.path.name}.npz"), self.fields()
+        archive.manifest |= {name: fields[name] for name in RUN}
         return archive
 
     @functools.cached_property
@@ -98,33 +121,10 @@ class Trained:
         """Free the weights."""
         vars(self).pop("run", None)
 
-    def row(self, item: Measurement, *, nfe: int | None = None, convention: str | None = None) -> Row:
-        """A measurement as a row of results."""
-        return row(item, self.domain, self.experiment, nfe=nfe, convention=convention)
-
-    def recorded(self, **where: Any) -> Check:
-        """`recorded` of this run."""
-        return recorded(recipe=self.experiment.name, seed=self.experiment.seed, **where)
-
-    def stage(self, name: str, metric: str, measure: Callable[[], Iterable[Measurement]], *, n: int = 0) -> Stage:
-        """A stage of numbers without NFE and convention, done when `metric` is recorded."""
-        return Stage(name, lambda: [self.row(item) for item in measure()], self.recorded(metric=metric, n=n))
-
-
-def reference(
-    name: str, domain: Domain, measure: Callable[[], Iterable[Measurement]], metric: str, *, n: int = 0, **fields: Any
-) -> Stage:
-    """Measure a reference, such as real data; done when `metric` is recorded from at least `n` samples or rows.
-
-    `fields` of its rows differ from: method data, recipe reference, and no seed, NFE and convention.
-    """
-    none = dict.fromkeys(("seed", "nfe", "convention"))
-    same: dict[str, Any] = {"data": domain.name, "method": "data", "recipe": "reference", **none, **fields}
-
-    def run() -> list[Row]:
-        return [Row(task=domain.task, **same, **vars(item)) for item in measure()]
-
-    return Stage(f"{name} of {domain.name}", run, recorded(metric=metric, n=n, **same))
+    def fields(self, domain: Domain | None = None, **own: Any) -> Fields:
+        """Fields of rows of the run, without NFE and convention unless `own` has them."""
+        run = {"method": self.experiment.method_name, "recipe": self.experiment.name, "seed": self.experiment.seed}
+        return fields_of(domain or self.domain, **run | own)
 
 
 def numbers(values: Mapping[str, float], n: int | None = None) -> list[Measurement]:
@@ -155,7 +155,7 @@ def times(trained: Trained) -> list[Stage]:
     if not steps:
         return []
     items = numbers({"train_s": seconds, "step_ms": 1000 * seconds / steps}, steps)
-    return [trained.stage("time", "step_ms", lambda: items, n=steps)]
+    return [stage("time", trained.fields(), lambda: items, "step_ms", n=steps)]
 
 
 def sizes(trained: Trained) -> Stage:
@@ -165,15 +165,16 @@ def sizes(trained: Trained) -> Stage:
         method = trained.run.method
         return numbers({"params": total_parameters(method), "params_active": active_parameters(method.backbone)})
 
-    return trained.stage("sizes", "params_active", measure)
+    return stage("sizes", trained.fields(), measure, "params_active")
 
 
 def pool(
     trained: Trained,
-    key: PoolKey,
+    nfe: int,
     samples: int,
     *,
     keep: int = 0,
+    variant: str | None = None,
     sampler: SamplerConfig | None = None,
     settings: Mapping[str, str] | None = None,
     write: Callable[[Int[Tensor, "n L"]], list[str]] | None = None,
@@ -181,36 +182,36 @@ def pool(
     """Draw a pool of samples and measure it.
 
     The first `keep` samples are saved, and `SHOWN` of them as text by `write`. `settings` are fields changed for this
-    pool, named by the variant of `key`; the sampler is the experiment's by default.
+    pool, which `variant` names; the sampler is the experiment's by default.
     """
-    experiment, archive, keep = trained.experiment, trained.pools, min(keep, samples)
-    sampler, pools = sampler or experiment.eval.sampler, archive.manifest.setdefault("pools", {})
+    key = PoolKey(nfe, variant)
+    config, seed, archive, keep = trained.experiment.eval, trained.experiment.seed, trained.pools, min(keep, samples)
+    sampler, entries = sampler or config.sampler, archive.manifest.setdefault("pools", {})
 
-    def run() -> list[Row]:
+    def measure() -> list[Measurement]:
         if archive.rows(key) >= samples:
-            drawn, calls = archive.tokens(key)[:samples], pools[str(key)]["calls"]
+            drawn, calls = archive.tokens(key)[:samples], entries[str(key)]["calls"]
         else:
-            opened = trained.open(settings) if settings else trained.run
-            batch, seed = experiment.eval.batch, experiment.seed
-            pool = draw(opened.method, samples, key.nfe, seed=seed, batch=batch, sampler=sampler)
-            drawn, calls = pool.samples, pool.calls
-            entry = {"samples": samples, "calls": calls, "step": opened.step, "sampler": sampler.kind}
-            pools[str(key)] = entry | ({} if write is None else {"shown": write(drawn[:SHOWN])})
-            archive.arrays |= {str(key): drawn[:keep].numpy().astype("<u2")} if keep else {}
+            run = trained.open(settings) if settings else trained.run
+            drawn, _, calls, _ = draw(run.method, samples, nfe, seed=seed, batch=config.batch, sampler=sampler)
+            shown = {} if write is None else {"shown": write(drawn[:SHOWN])}
+            entries[str(key)] = {"samples": samples, "calls": calls, "step": run.step, "sampler": sampler.kind, **shown}
+            if keep:
+                archive.arrays[str(key)] = drawn[:keep].numpy().astype("<u2")
             archive.save()
-        items = list(trained.domain.measure(drawn, experiment.seed))
-        items += [Measurement("network_calls", calls, None, len(drawn))] * (sampler.kind != "plain")
-        return [trained.row(item, nfe=key.nfe, convention=key.variant) for item in items]
+        items = trained.domain.measure(drawn, seed)
+        return items if sampler.kind == "plain" else [*items, Measurement("network_calls", calls, None, samples)]
 
-    def done(results: Results) -> bool:
-        kept = pools.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
-        return kept and trained.recorded(nfe=key.nfe, convention=key.variant)(results)
+    def current() -> bool:
+        return entries.get(str(key), {}).get("samples", 0) >= samples and archive.rows(key) >= keep
 
-    return Stage(f"NFE {key.nfe}" + f", {key.variant}" * bool(key.variant), run, done, samples * key.nfe)
+    name, fields = f"NFE {nfe}", trained.fields(nfe=nfe, convention=variant)
+    name = name if variant is None else f"{name}, {variant}"
+    return stage(name, fields, measure, rows=samples * nfe, current=current)
 
 
 def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
-    """Of the likelihoods wanted those of the kinds that a method has."""
+    """Likelihoods of `wanted` whose kinds a method has."""
     kinds = {Likelihood.parse(name).kind for name in method.likelihoods()}
     return [name for name in wanted if Likelihood.parse(name).kind in kinds]
 
@@ -241,22 +242,22 @@ def likelihood(
     likelihood, seed, source = Likelihood.parse(name), trained.experiment.seed, zero_shot or trained.domain
     count = min(count, source.fresh_rows or count)
 
-    def run() -> list[Row]:
-        rows, length = held_out_rows(source, count, seed), source.space.length
-        nll = estimate_nll(trained.run.method, rows, likelihood, seed=seed, batch=batch)
+    def measure() -> list[Measurement]:
+        rows, length, method = held_out_rows(source, count, seed), source.space.length, trained.run.method
+        nll = estimate_nll(method, rows, likelihood, seed=seed, batch=batch)
         items = in_metrics(nll, length, metrics)
         if zero_shot is not None:
-            items = [dataclasses.replace(item, metric=f"zero_shot_{item.metric}") for item in items]
-        elif name == "bound@1" and trained.run.method.has_latent:
+            return [dataclasses.replace(item, metric=f"zero_shot_{item.metric}") for item in items]
+        if name == "bound@1" and method.has_latent:
             items.append(coordination_gain(nll, factorised(source.rows, rows, source.space.size), length))
-        return [row(item, source, trained.experiment, nfe=None, convention=name) for item in items]
+        return items
 
-    done = trained.recorded(n=count, data=source.name, convention=name)
-    return Stage(name + f" of {source.name}" * (zero_shot is not None), run, done, passes(likelihood) * count)
+    label, fields = name if zero_shot is None else f"{name} of {source.name}", trained.fields(source, convention=name)
+    return stage(label, fields, measure, n=count, rows=passes(likelihood) * count)
 
 
 def exact(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
     """Measures of the exact laws of a toy's samplers; by default at the NFE of the experiment."""
     nfe = nfe or trained.experiment.eval.nfe
-    done = trained.recorded(metric="kl", each_nfe=nfe, convention="exact")
-    return Stage("exact laws", lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe), done)
+    wanted = [trained.fields(nfe=calls, convention="exact", metric="kl") for calls in nfe]
+    return Stage("exact laws", lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe), wanted)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
@@ -17,12 +16,12 @@ from emoe.evaluation.likelihood import HELD_OUT
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write
+from emoe.reporting.recipes import as_typed
 from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, mean_of
 from emoe.reporting.table import Table
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import LARGEST_SEED, flag, hidden
-from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
 
 EXACT = ("validity", "overlap", "nll", "kl")  # of a toy model's law, without sampling noise
@@ -32,7 +31,7 @@ NOTE = (
     "seed: compare trials by this number."
 )
 Settings = dict[str, str]
-Trials = dict[str, list[Experiment]]  # label -> an experiment for each task and seed
+Trials = dict[str, dict[Experiment, str]]  # label -> an experiment for each task and seed, with its label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,40 +68,24 @@ class Study(pipeline.Study):
         super().__init__(dataclasses.replace(options, runs=out / "runs", results=out))
 
     def experiments(self) -> dict[Experiment, str]:
-        """Every trial on every task with every seed."""
-        tasks = [as_text(task) for task in tasks_of(self.options) for _ in self.options.seeds or "-"]
-        return {
-            experiment: ", ".join(filter(None, [name, task, f"seed {experiment.seed}"]))
-            for name, trial in self.trials.items()
-            for task, experiment in zip(tasks, trial, strict=True)
-        }
+        return {experiment: label for trial in self.trials.values() for experiment, label in trial.items()}
 
     def stages(self, run: Trained) -> list[Stage]:
-        """The exact law of a toy, samples of other data, bound@1 for the coordination gain."""
         metrics, nfe, work = self.options.metric, self.options.nfe, stages.times(run)
         if isinstance(run.domain, Toy):
             work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
         else:
-            work += [stages.pool(run, PoolKey(calls), run.experiment.eval.samples) for calls in nfe]
+            work += [stages.pool(run, calls, run.experiment.eval.samples) for calls in nfe]
         gain = stages.likelihood(run, "bound@1", HELD_OUT, ("nll", "bpd", "ppl"))
         return work + [gain] * (GAIN in metrics)
 
     def write(self, results: Results) -> None:
-        """The table of trials, best first."""
         given = itertools.product(self.options.metric, self.options.nfe)
-        first, *others = dict.fromkeys(Column(metric, None if metric == GAIN else calls) for metric, calls in given)
-        base, rows = first.values(results, self.trials["base"]), []
-        for label, trial in sorted(self.trials.items(), key=lambda item: first.rank(results, item[1])):
-            own = first.values(results, trial)
-            gap = mean_of(own[key] - base[key] for key in own if key in base) if label != "base" else None
-            cells = [column.cell(results, trial) for column in [*others, Column("step_ms", None)]]
-            gain = write(gap, f"+.{first.digits}f")
-            rows.append([label, first.cell(results, trial), gain, *cells, f"{len(own)}/{len(trial)}"])
-        header = ["Trial", str(first), "minus base", *map(str, others), "ms per step", "runs"]
-        table = Table(header, rows, title=self.options.recipe, note=NOTE)
+        columns = dict.fromkeys((metric, None if metric == GAIN else nfe) for metric, nfe in given)
+        table = ranking(results, self.trials, [*columns, ("step_ms", None)])
+        table.title = self.options.recipe
         self.print_tables([table])
-        command = f"```bash\n{self.options.command_line()}\n```\n"
-        self.page("ranking.md", f"{markdown([table])}\n{command}")
+        self.page("ranking.md", f"{markdown([table])}\n```bash\n{self.options.command_line()}\n```\n")
 
     def close(self) -> int:
         """A failed trial is a result; the exit code is 1 only if all of them fail."""
@@ -112,46 +95,34 @@ class Study(pipeline.Study):
 
 def make_trials(options: Options) -> Trials:
     """The base, the grid and single trials; equal ones once. The error names every setting that is refused."""
-    tasks = tasks_of(options)
+    tasks = grid([parse_values("on", text) for text in options.on])
     seeds: list[Settings] = [{}] if options.seeds is None else [{"seed": str(seed)} for seed in options.seeds]
     changes = [{}, *grid([parse_values("vary", text) for text in options.vary]), *map(parse_trial, options.also)]
     recipe, common = get_recipe(options.recipe), normal(options.settings)
-    trials, problems = Trials(), list[str]()
+    trials, problems, known = Trials(), list[str](), set[tuple[Experiment, ...]]()
     for change in changes:
-        label = as_text(change) or "base"
+        label, trial = as_typed(change) or "base", dict[Experiment, str]()
         for name, other in itertools.product(change, tasks[0]):
             if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
                 problems.append(f"trial {label}: {name} is set by --on; a trial cannot change it too")
         try:
-            pairs = itertools.product(tasks, seeds)
-            trial = [customise(recipe, layered(common, change, task, seed)) for task, seed in pairs]
+            for task, seed in itertools.product(tasks, seeds):
+                one = customise(recipe, layered(common, change, task, seed))
+                trial[one] = ", ".join(filter(None, [label, as_typed(task), f"seed {one.seed}"]))
         except ConfigError as error:
             if not change:
                 raise
             problems += [f"trial {label}: {line}" for line in error.problems]
             continue
-        if any(_equal(trial, other) for other in trials.values()):
-            continue
-        if trial[0].name in {other[0].name for other in trials.values()}:
-            problems.append(f"trial {label}: changes nothing that is trained; leave it out")
-        trials[label] = trial
+        unnamed = tuple(dataclasses.replace(one, name="") for one in trial)
+        if unnamed not in known:
+            if {one.name for one in trial} & {one.name for other in trials.values() for one in other}:
+                problems.append(f"trial {label}: changes nothing that is trained; leave it out")
+            trials[label] = trial
+        known.add(unnamed)
     if problems:
         raise ConfigError(problems[:20])
     return trials
-
-
-def _equal(trial: Sequence[Experiment], other: Sequence[Experiment]) -> bool:
-    return all(one == dataclasses.replace(two, name=one.name) for one, two in zip(trial, other, strict=True))
-
-
-def tasks_of(options: Options) -> list[Settings]:
-    """The tasks of every trial."""
-    return grid([parse_values("on", text) for text in options.on])
-
-
-def as_text(settings: Mapping[str, str]) -> str:
-    """Settings as they are typed."""
-    return " ".join(f"{name}={text}" for name, text in settings.items())
 
 
 def normal(settings: Mapping[str, str]) -> Settings:
@@ -194,7 +165,7 @@ def layered(*layers: Mapping[str, str]) -> Settings:
     return merged
 
 
-def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> None:
+def check_metrics(metrics: Iterable[str], experiments: Iterable[Experiment]) -> None:
     """Refuse a metric that the data do not have, before anything is trained."""
     for experiment in {one.domain: one for one in experiments}.values():
         domain = experiment.domain.build(experiment.seed)
@@ -204,33 +175,28 @@ def check_metrics(metrics: Iterable[str], experiments: Sequence[Experiment]) -> 
                 raise ConfigError([f"metric: {domain.name} has no {metric!r}{hint(metric, [*names, GAIN])}"])
 
 
-class Column(NamedTuple):
-    """A metric at a number of network calls."""
+def ranking(results: Results, trials: Trials, columns: Sequence[tuple[str, int | None]]) -> Table:
+    """Means over tasks and seeds of metrics at numbers of network calls, for all trials.
 
-    metric: str
-    nfe: int | None
+    The first column ranks them if higher or lower is better; trials that lack a run are last.
+    """
+    metric, form = columns[0][0], [f".{4 if name in ('kl', 'nll') else measure(name).digits}f" for name, _ in columns]
+    better = "low" if metric == "nll" else measure(metric).better
+    sign = {"high": -1.0, "low": 1.0, None: 0.0}[better]
+    values = {label: [_values(results, trial, *column) for column in columns] for label, trial in trials.items()}
+    base, ranked = values["base"][0], list[tuple[bool, float, list[str]]]()
+    for label, trial in trials.items():
+        first = values[label][0]
+        gap = mean_of(first[run] - base[run] for run in first if run in base) if label != "base" else None
+        cells = [write(mean_of(column.values()), text) for column, text in zip(values[label], form, strict=True)]
+        row = [label, cells[0], write(gap, f"+{form[0]}"), *cells[1:], f"{len(first)}/{len(trial)}"]
+        ranked.append((len(first) < len(trial), sign * math.fsum(first.values()) / max(1, len(first)), row))
+    rows = [row for *_, row in sorted(ranked, key=lambda entry: entry[:2])]
+    first_name, *names = [name if nfe is None else f"{name}, NFE {nfe}" for name, nfe in columns[:-1]]
+    return Table(["Trial", first_name, "minus base", *names, "ms per step", "runs"], rows, note=NOTE)
 
-    def __str__(self) -> str:
-        return self.metric if self.nfe is None else f"{self.metric}, NFE {self.nfe}"
 
-    @property
-    def digits(self) -> int:
-        """Decimals; differences of likelihoods are small."""
-        return 4 if self.metric in ("kl", "nll") else measure(self.metric).digits
-
-    def values(self, results: Results, trial: Sequence[Experiment]) -> dict[int, float]:
-        """The numbers of the runs of a trial that have one, by their position."""
-        same = {"metric": self.metric, "nfe": self.nfe}
-        groups = [results.select(recipe=one.name, seed=one.seed, **same) for one in trial]
-        return {position: float(rows[0].value) for position, rows in enumerate(groups) if rows}
-
-    def cell(self, results: Results, trial: Sequence[Experiment]) -> str:
-        """Mean and standard error over tasks and seeds."""
-        return write(mean_of(self.values(results, trial).values()), f".{self.digits}f")
-
-    def rank(self, results: Results, trial: Sequence[Experiment]) -> tuple[bool, float]:
-        """Sort key: trials that lack a run last, the others by their mean if higher or lower is better."""
-        values = self.values(results, trial)
-        better = "low" if self.metric == "nll" else measure(self.metric).better
-        sign = {"high": -1.0, "low": 1.0}.get(better or "", 0.0)
-        return len(values) < len(trial), sign * math.fsum(values.values()) / max(1, len(values))
+def _values(results: Results, trial: Iterable[Experiment], metric: str, nfe: int | None) -> dict[int, float]:
+    """The numbers of the runs of a trial that have one, by their position."""
+    groups = [results.select(recipe=one.name, seed=one.seed, metric=metric, nfe=nfe) for one in trial]
+    return {position: float(rows[0].value) for position, rows in enumerate(groups) if rows}

@@ -12,41 +12,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxtyping import Int, Integer
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.domains.base import DataError
+from emoe.console import meter
+from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
 from emoe.evaluation.likelihood import factorised_nll
-from emoe.experiment import Experiment, customise
+from emoe.experiment import Experiment
 from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
-from emoe.reporting.cells import Line, measure
+from emoe.reporting.cells import Line, data_of, measure
 from emoe.reporting.results import Results, Row
 from emoe.reporting.table import models
-from emoe.reporting.text import GREEDY, SETTINGS, data_of, text_page, text_tables
+from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
-from emoe.studies.eval_lm import EvalLMRun, eval_lm_experiment
+from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pipeline import mean_curve
-from emoe.studies.pools import Archive, PoolKey
+from emoe.studies.pipeline import levels, mean_curve
+from emoe.studies.pools import Archive
 from emoe.studies.samples import samples_page
-from emoe.studies.scores import Scoring, mauve_stages
+from emoe.studies.scores import mauve_stages, score_stages
 from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
-from emoe.types import Likelihood, Measurement
+from emoe.types import Likelihood
 
 SIZES = ("news-small", "text-tiny", "lm1b")
 METHODS = ("ar", "mdlm", "sedd", "bd3lm", "vadd", "emoe", "emoe-free-nats")
 LIKELIHOODS = ("exact", "nelbo", "objective", "bound@1", "bound@4", "bound@16", "bound@64", "iw@1,16")
+GREEDY_SETTINGS = {"method.route-tau": "0"}
 GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the paper has 1 and 2
 
 
@@ -54,30 +54,25 @@ GREEDY_NFE = 16  # most network calls that greedy routes are drawn with; the pap
 class Options(options.Options):
     """Options of the study of text."""
 
-    reserved = {
-        "eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set",
-    }  # fmt: skip
+    reserved = {"eval.nfe": "nfe", "eval.samples": "samples", "eval.sampler.kind": "sampler", "domain.path": "set"}
 
     study: str = hidden("text")
     size: str = flag(SIZES[0], "recipes", allowed=SIZES)
     methods: tuple[str, ...] = flag(METHODS, "methods, ends of recipes")
     only: str | None = flag(None, "one part alone", allowed=("train", "eval-lm", "score", "draw"), recorded=False)
     set: Path | None = flag(None, "folder of prepared text; default: the recipe's, such as sets/news", recorded=False)
-    eval_lm_set: Path | None = flag(
-        None, "folder of prepared text that no model saw; default: that of the recipe, with -judge", recorded=False
-    )
+    eval_lm_set: Path | None = flag(None, "text that no model saw; default: the recipe's, with -judge", recorded=False)
     eval_lm_steps: int | None = flag(None, "training steps of the evaluation LM, at most", low=1, high=10_000_000)
     zero_shot: Path | None = flag(None, "folder of prepared text from elsewhere, for likelihoods", recorded=False)
     samples: int = flag(2_000, "samples for each NFE", low=4, high=1_000_000)
     nfe: tuple[int, ...] | None = flag(None, "numbers of network calls; default: the recipe's", low=1, high=10_000)
     sampler: str = flag("reveal-first", "how masked diffusion draws; one law", allowed=("reveal-first", "plain"))
     rows: int = flag(2_000, "test rows for likelihoods, or all", low=1, high=10_000_000)
-    merge: tuple[Path, ...] = flag((), "results file of another machine to take in first", recorded=False, repeat=True)
+    merge: tuple[Path, ...] = flag((), "results file of another machine to merge first", recorded=False, repeat=True)
     seeds: tuple[int, ...] = seeds_flag(0)
 
     @property
     def stem(self) -> str:
-        """How the names of its files begin."""
         return "text-tiny" if self.size == "text-tiny" else "text"
 
 
@@ -86,46 +81,47 @@ class Study(pipeline.Study):
 
     options: Options
     gpu_jobs = 1
+    writing_parts = (None, "draw")
 
     def __init__(self, options: Options):
         super().__init__(options)
         lm = eval_lm_experiment(options.size, options.settings, options.eval_lm_steps)
         text = self.runs[0].experiment.domain
         self.sets = Sets(text, lm.domain, options.set, options.eval_lm_set, options.zero_shot)
-        self.lm_run = EvalLMRun(lm, options.run_folder, str(self.device))
+        self.lm_run = EvalLMRun(self, lm)
 
     def experiments(self) -> list[Experiment]:
-        """The recipes of the methods."""
         given = self.options
         return recipe_experiments(given.size, given.methods, given.seeds, given.settings)
 
-    def build_domain(self, experiment: Experiment) -> Text:
-        """The set of the models."""
-        return self.sets.open(experiment.domain)
+    def build_domain(self, config: DomainConfig, seed: int) -> Text:
+        return self.sets.open(config)
 
-    def run(self) -> int:
-        """Everything that is missing, or one part."""
-        parts = {self.options.only} if self.options.only else {"train", "eval-lm", "score", "draw"}
-        merge(self.options.merge, self.results)
-        with self.interruptible():
-            if "eval-lm" in parts and not self.lm_run.finished:
-                self.sets.check_eval_lm()
-            if "train" in parts:
-                self.sets.check()
-                self.train()
-                self.measure()
-            if "eval-lm" in parts:
-                self.train_eval_lm()
-            if "score" in parts:
-                self.run_stages("scores", self.score_stages())
-            if "draw" in parts:
-                self.run_stages("MAUVE", self.mauve_stages())
-        if "draw" in parts:
-            self.finish()
-        return self.close()
+    def work(self) -> None:
+        """All parts, or one."""
+        self.merge()
+        if self.wants("eval-lm") and self.lm_run.steps_left:
+            self.sets.check_eval_lm()
+        if self.wants("train"):
+            self.sets.check()
+            self.train()
+            self.measure()
+        if self.wants("eval-lm"):
+            self.train_eval_lm()
+        if self.wants("score"):
+            self.run_stages("scores", self.score_stages())
+        if self.wants("draw"):
+            self.run_stages("MAUVE", self.mauve_stages())
+
+    def merge(self) -> None:
+        """Merge results files of other machines; of two rows with the same identity the newer one stays."""
+        results, paths = self.known(), self.options.merge
+        if missing := [path for path in paths if not path.is_file()]:
+            raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
+        for path in paths:
+            results.merge(Results.load(path)).save(self.results)
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Everything that needs the weights of a model."""
         text, options, config = self.sets.open(run.experiment.domain), self.options, run.experiment.eval
         run.pools.manifest |= {**describe_text(text), "batch": config.batch}
         names = stages.likelihood_names(run.method, LIKELIHOODS)
@@ -139,74 +135,65 @@ class Study(pipeline.Study):
             bounds = [name for name in names if not name.startswith(("objective", "iw"))]
             work += [likelihood(name=name, zero_shot=self.sets.zero_shot_text) for name in bounds]
         steps = run.experiment.method.allowed_nfe(options.nfe or config.nfe, text.space.length)
-        keys: dict[PoolKey, Mapping[str, str]] = {PoolKey(nfe): {} for nfe in steps}
-        if _has_fields(run.experiment, GREEDY.settings):
-            keys |= {PoolKey(nfe, GREEDY.name): GREEDY.settings for nfe in steps if nfe <= GREEDY_NFE}
         sampler = dataclasses.replace(config.sampler, kind=options.sampler)  # type: ignore[arg-type]
         try:
             run.method.check_sampler(sampler)
         except ConfigError:  # the method has a sampler of its own
             sampler = PLAIN
         pool = functools.partial(stages.pool, run, samples=options.samples, keep=options.samples, write=text.decode)
-        return work + [pool(key=key, sampler=sampler, settings=settings) for key, settings in keys.items()]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Metrics of held-out rows."""
-        unique = {run.domain.name: run.domain for run in runs}.values()
-        return [_held_out(text, self.options.samples) for text in unique]
+        work += [pool(nfe=nfe, sampler=sampler) for nfe in steps]
+        if hasattr(run.experiment.method, "route_tau"):
+            greedy = functools.partial(pool, sampler=sampler, variant=GREEDY, settings=GREEDY_SETTINGS)
+            work += [greedy(nfe=nfe) for nfe in steps if nfe <= GREEDY_NFE]
+        count, seed = min(options.samples, len(text.test_rows)), derive_seed("held-out text")
+        real = stages.reference(
+            "held-out rows", text, lambda: text.measure(text.fresh(count, seed)), "entropy", n=count
+        )
+        return [*work, real]
 
     def train_eval_lm(self) -> None:
         """Train the evaluation LM, or continue."""
         run = self.lm_run
-        if not run.finished and not self.past_deadline:
-            run.train(self.sets.open(self.sets.lm_config), self.stop, self.deadline, quiet=self.options.quiet)
-        if run.finished and (best := run.best()):
+        if run.steps_left:
+            with meter(run.steps_left, run.label, quiet=self.options.quiet) as tick:
+                self._train(run, tick, KeepBest(run))
+        if not run.steps_left and (best := run.best()):
             self.note(f"evaluation LM: best at step {best[0]}, {best[1]:.4f} nats per token of its validation rows")
-        else:
-            self.untrained += 1
 
     def score_stages(self) -> list[Stage]:
         """Scores of every pool; without pools or the evaluation LM an error if they alone are asked for."""
-        pools, folder, needed = self.pools(), self.options.run_folder, self.options.only == "score"
-        if not pools and needed:
+        pools, folder, run = self.pools(), self.options.run_folder, self.lm_run
+        if not pools and self.options.only == "score":
             raise DataError(f"{folder / 'pools'}: holds no pools; draw them with --only train, or copy them there")
-        if not self.lm_run.is_ready:
-            if needed:
-                problem = f"{self.lm_run.best_path.name} is not trained in {folder}; use --only eval-lm first"
-                raise ConfigError([f"eval-lm: {problem}"])
+        if not run.is_ready:
+            if self.options.only == "score":
+                name = run.best_path.name
+                raise ConfigError(f"eval-lm: {name} is not trained in {folder}; use --only eval-lm first")
             self.unmeasured += sum(len(pool.arrays) for pool in pools)
             return []
-        groups: dict[str, tuple[Text, list[Archive]]] = {}
+        groups: dict[Text, list[Archive]] = {}
         for pool in pools:
-            text = self.sets.matching(pool.manifest)
-            groups.setdefault(text.name, (text, []))[1].append(pool)
+            groups.setdefault(self.sets.matching(pool.manifest), []).append(pool)
         page, rows = self.options.results / f"{self.options.stem}-judge.json", self.options.rows
-        return [
-            stage
-            for text, own in groups.values()
-            for stage in Scoring(self.lm_run, self.sets.lm_text, text, rows, folder / "features", page).stages(own)
-        ]
+        return [stage for text, own in groups.items() for stage in score_stages(run, text, own, rows, page)]
 
     def pools(self) -> list[Archive]:
         """The newest pool of each run; a run has several if its recipe has changed."""
         paths = sorted((self.options.run_folder / "pools").glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
         names = ("data", "recipe", "seed")
-        youngest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
-        return sorted(youngest.values(), key=lambda archive: archive.path)
+        newest = {tuple(archive.manifest[name] for name in names): archive for archive in map(Archive.open, paths)}
+        return sorted(newest.values(), key=lambda archive: archive.path)
 
     def mauve_stages(self) -> list[Stage]:
         """MAUVE, where its package is installed."""
-        stages = mauve_stages(self.options.run_folder / "features")
         try:
             import_extra("mauve")
         except ConfigError as error:
-            if stages:
-                self.note(f"MAUVE is left out: {error}")
+            self.note(f"MAUVE is left out: {error}")
             return []
-        return stages
+        return mauve_stages(self.options.run_folder / "features")
 
     def write(self, results: Results) -> None:
-        """Tables, figures and samples side by side; the main tables on the terminal."""
         stem, results, pools = self.options.stem, results.only(task="text"), self.pools()
         self.page(f"{stem}.md", text_page(results))
         if pools:
@@ -214,23 +201,6 @@ class Study(pipeline.Study):
         self.panels(f"{stem}-gen-ppl.png", _gen_ppl(results), height=3.0)
         self.panels(f"{stem}-latent.png", _latent(results), height=3.0)
         self.print_tables([*text_tables("gen-ppl", results)[:1], *text_tables("likelihood", results)])
-
-
-def merge(paths: Sequence[Path], into: Path) -> None:
-    """Merge results files of other machines; of two rows of one identity the younger stays."""
-    if missing := [path for path in paths if not path.is_file()]:
-        raise ConfigError([f"merge: {missing[0]} does not exist; give results files of this study"])
-    results = Results.load(into) if into.exists() else Results()
-    for path in paths:
-        results.merge(Results.load(path)).save(into)
-
-
-def _has_fields(experiment: Experiment, settings: Mapping[str, str]) -> bool:
-    try:
-        customise(experiment, settings)
-    except ConfigError:
-        return False
-    return True
 
 
 def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], size: int) -> float:
@@ -243,15 +213,6 @@ def best_factorised(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], siz
     return min(factorised_nll(train, rows, size), together)
 
 
-def _held_out(text: Any, samples: int) -> Stage:
-    count = min(samples, len(text.test_rows))
-
-    def measure() -> list[Measurement]:
-        return list(text.measure(text.fresh(count, derive_seed("held-out text"))))
-
-    return stages.reference("held-out rows", text, measure, "entropy", n=count)
-
-
 def _gen_ppl(results: Results) -> list[list[Panel]]:
     """Generative perplexity, entropy of the samples and MAUVE over NFE, a line of panels for each text."""
     panels = {"gen_ppl": SETTINGS[0], "entropy": None, "mauve": None}
@@ -262,25 +223,24 @@ def _gen_ppl(results: Results) -> list[list[Panel]]:
 def _panel(part: Results, data: str, metric: str, setting: str | None) -> Panel:
     curves = {}
     for line in models(part):
-        for variant, label, style in ((None, "", "-"), (GREEDY.name, f", {GREEDY.label}", ":")):
+        for variant, label, style in ((None, "", "-"), (GREEDY, f", {VARIANTS[GREEDY]}", ":")):
             name = " ".join(filter(None, [setting, variant])) or None
             if rows := line.where(metric=metric, convention=name).rows:
-                curves[line.labels[0] + label] = mean_curve(rows, lambda row: row.nfe, style=style)
-    real = [row.value for row in part.select(method="data", metric=metric, convention=setting)]
-    levels = {"held-out text": real[0]} if real else {}
-    return Panel(f"{data}: {measure(metric).label}", curves, log_y=metric == "gen_ppl", levels=levels)
+                curves[line.labels[0] + label] = mean_curve(rows, style=style)
+    real = levels({"held-out text": part.select(method="data", metric=metric, convention=setting)})
+    return Panel(f"{data}: {measure(metric).label}", curves, log_y=metric == "gen_ppl", levels=real)
 
 
 def _latent(results: Results) -> list[list[Panel]]:
     """Over training, for models with a latent: usage entropy and route KL by block, and the terms of the loss."""
-    lines = [(data, line) for data in data_of(results) for line in models(results.only(data=data))]
     return [
         [
             _training_curves(line, f"{line.labels[0]}: entropy of usage (nats)", "usage_entropy/"),
             _training_curves(line, f"{line.labels[0]}: route KL (nats per position)", "route_kl/"),
             _training_curves(line, f"{line.labels[0]} on {data}: nats per token", "train_recon", "train_kl"),
         ]
-        for data, line in lines
+        for data in data_of(results)
+        for line in models(results.only(data=data))
         if any(row.value for row in line.where(metric="train_kl").rows)
     ]
 

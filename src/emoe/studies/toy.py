@@ -15,14 +15,13 @@ from emoe.domains.toy import Toy, ideal_factorised, validity_of_law
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.panels import histogram_grid
-from emoe.reporting.grid import sampled
 from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results
+from emoe.reporting.table import sampled
 from emoe.reporting.toy import METRICS, toy_page
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
-from emoe.studies.pools import PoolKey
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Measurement
 
@@ -47,15 +46,9 @@ class ToyStudy(pipeline.Study):
     """Base of studies of toy models: samples over NFE, beside real data and the ideal chain."""
 
     def stages(self, run: Trained) -> list[Stage]:
-        """Times and samples, all of which are kept for figures."""
         config = run.experiment.eval
-        pools = [stages.pool(run, PoolKey(nfe), config.samples, keep=config.samples) for nfe in config.nfe]
-        return [*stages.times(run), *pools]
-
-    def references(self, runs: Sequence[Trained]) -> list[Stage]:
-        """Real data and the ideal chain, for each density and seed."""
-        unique = {(run.domain.name, run.experiment.seed): run for run in runs}.values()
-        return [stage for run in unique for stage in _references(run.domain, run.experiment)]
+        pools = [stages.pool(run, nfe, config.samples, keep=config.samples) for nfe in config.nfe]
+        return [*stages.times(run), *pools, *_references(run.domain, run.experiment)]
 
 
 class Study(ToyStudy):
@@ -64,7 +57,6 @@ class Study(ToyStudy):
     options: Options
 
     def experiments(self) -> list[Experiment]:
-        """Seed by seed, every method on every density."""
         given = self.options
         return [
             experiment
@@ -74,11 +66,9 @@ class Study(ToyStudy):
         ]
 
     def stages(self, run: Trained) -> list[Stage]:
-        """With the exact laws, if they are wanted."""
         return super().stages(run) + ([stages.exact(run)] if self.options.exact else [])
 
     def write(self, results: Results) -> None:
-        """The page of tables, figures of the first seed, and metrics over NFE on the terminal."""
         self.page("toy.md", toy_page(results))
         first = [run for run in self.runs if run.experiment.seed == self.options.seeds[0]]
         for name, grid in _grids(first, results).items():
@@ -121,8 +111,7 @@ def _references(toy: Domain, experiment: Experiment) -> list[Stage]:
 
 
 def _draw(grid: Grid, size: int, path: Path) -> None:
-    pairs = {line: {name: rows.numpy() for name, rows in cells.items()} for line, cells in grid.items()}
-    save(histogram_grid(pairs, size), path)
+    save(histogram_grid(grid, size), path)
 
 
 def _grids(runs: Sequence[Trained], results: Results) -> Mapping[str, Grid]:
@@ -130,7 +119,7 @@ def _grids(runs: Sequence[Trained], results: Results) -> Mapping[str, Grid]:
     grids, summary = dict[str, Grid](), Grid()
     for trained in runs:
         data, label = trained.domain.name, results.label(trained.experiment.method_name)
-        keys = [key for key in map(PoolKey, SHOWN_NFE) if trained.pools.rows(key)]
+        keys = [key for key in trained.pools.keys() if key.nfe in SHOWN_NFE]
         pools = {f"NFE {key.nfe}": trained.pools.tokens(key) for key in keys}
         if "NFE 1" in pools:
             truth = {"ground truth": trained.domain.fresh(TRUTH, trained.experiment.seed)}

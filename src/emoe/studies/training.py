@@ -4,50 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from emoe.engine.metricslog import read_metrics
+from emoe.reporting.results import Row
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
 from emoe.runs.sampling import count_calls
-from emoe.studies import stages
-from emoe.studies.stages import Stage, Trained
+from emoe.studies.stages import Stage, Trained, numbers, rows_of, stage
 from emoe.types import Measurement
 
 LAST_RECORDS = 10  # of the log, whose mean describes the end of training
 POINTS = 20  # of a training curve
 ROWS = 4  # of the batch that passes are counted with
 UNUSED = 0.1  # share of an even share below which an expert counts as dead
-# Keys of the log -> metrics; a key with a block keeps it.
-NAMES = {
-    "loss": "train_loss", "recon": "train_recon", "kl": "train_kl", "usage": "usage_entropy",
-    "post_entropy": "routing_entropy", "prior_entropy": "prior_entropy", "route_kl": "route_kl",
-}  # fmt: skip
+# Keys of the log -> metrics, where their names differ; a key with a block keeps it.
+NAMES = {"loss": "train_loss", "recon": "train_recon", "kl": "train_kl"}
+NAMES |= {"usage": "usage_entropy", "post_entropy": "routing_entropy"}
+CURVES = (*NAMES, "prior_entropy", "route_kl")
+AT_END = ("usage", "route_kl", "effective_draws")
 
 Record = Mapping[str, Any]
 
 
-def means(records: Sequence[Record], names: Mapping[str, str]) -> dict[str, float]:
-    """Finite means of numbers over records, under the names of metrics.
+def means(records: Sequence[Record], keys: Collection[str]) -> list[Measurement]:
+    """Means over log records, as far as they are finite.
 
     Of usage it is the entropy of the mean: of the aggregate posterior, up to the draws of a batch.
     """
     values = {}
     for key in records[-1] if records else ():
         name, slash, block = key.partition("/")
-        if name in names:
+        if name in keys:
             column = [record[key] for record in records if key in record]
-            value = _entropy(_mean_usage(column)) if name == "usage" else math.fsum(column) / len(column)
-            values[names[name] + slash + block] = value
-    return {metric: value for metric, value in values.items() if math.isfinite(value)}
+            value = _entropy(_mean_usage(column)) if name == "usage" else statistics.fmean(column)
+            values[NAMES.get(name, name) + slash + block] = value
+    return numbers({metric: value for metric, value in values.items() if math.isfinite(value)}, len(records))
 
 
-def _mean_usage(usages: Sequence[Sequence[float]]) -> list[float]:
-    return [math.fsum(column) / len(usages) for column in zip(*usages, strict=True)]
+def _mean_usage(usages: Iterable[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*usages, strict=True)]
 
 
 def _entropy(shares: Iterable[float]) -> float:
@@ -57,17 +58,14 @@ def _entropy(shares: Iterable[float]) -> float:
 def curves(trained: Trained) -> Stage:
     """Terms of the loss and the routing over training: about `POINTS` means of records, the step as the convention."""
 
-    def run() -> list[Any]:
+    def run() -> list[Row]:
         records = read_metrics(trained.path / "metrics.jsonl")
         size = max(1, math.ceil(len(records) / POINTS))
         parts = [records[start : start + size] for start in range(0, len(records), size)]
-        return [
-            trained.row(item, convention=f"step {part[-1]['step']}")
-            for part in parts
-            for item in stages.numbers(means(part, NAMES), len(part))
-        ]
+        return rows_of(trained.fields(), {f"step {part[-1]['step']}": means(part, CURVES) for part in parts})
 
-    return Stage("training", run, trained.recorded(metric="train_loss"))
+    wanted = {"recipe": trained.experiment.name, "seed": trained.experiment.seed, "metric": "train_loss"}
+    return Stage("training", run, [wanted])
 
 
 def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
@@ -79,11 +77,9 @@ def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
     dead_experts: experts whose mean usage is below 1 / (10 E), over all blocks; n is the number of all experts.
     effective_draws: how many of the K draws count, where draws are compared.
     """
-    names = {"usage": "usage_entropy", "route_kl": "route_kl", "effective_draws": "effective_draws"}
-    items = stages.numbers(means(records, names), len(records))
+    items = means(records, AT_END)
     keys = [key for key in (records[-1] if records else ()) if key.startswith("usage/")]
-    usages = [_mean_usage([record[key] for record in records if key in record]) for key in keys]
-    if usages:
+    if usages := [_mean_usage(record[key] for record in records if key in record) for key in keys]:
         items.append(Measurement("least_usage_entropy", min(map(_entropy, usages)), None, len(records)))
         dead = sum(share < UNUSED / len(usage) for usage in usages for share in usage)
         items.append(Measurement("dead_experts", dead, None, sum(map(len, usages))))
@@ -93,12 +89,12 @@ def routing_at_end(records: Sequence[Record]) -> list[Measurement]:
 def routing(trained: Trained) -> list[Stage]:
     """The routing at the end of training; nothing without routes."""
     items = routing_at_end(read_metrics(trained.path / "metrics.jsonl")[-LAST_RECORDS:])
-    return [trained.stage("routing", items[-1].metric, lambda: items)] if items else []
+    return [stage("routing", trained.fields(), lambda: items, items[-1].metric)] if items else []
 
 
 def passes(trained: Trained) -> Stage:
     """Network passes of a training step and of a sampling step."""
-    return trained.stage("passes", "passes_train", lambda: stages.numbers(network_passes(trained.run)))
+    return stage("passes", trained.fields(), lambda: numbers(network_passes(trained.run)), "passes_train")
 
 
 @torch.no_grad()
@@ -120,9 +116,9 @@ def network_passes(run: Run) -> dict[str, float]:
     steps = min(run.experiment.method.allowed_nfe(range(1, length + 1), length))
     with count_calls(method.backbone) as count:
         method.sample(torch.full((1, length), method.space.mask_id, device=run.device), steps, rng)
-    passes = {"passes_train": entered[0] / rows.numel(), "calls_step": count.calls / steps}
+    passes = {"passes_train": sum(entered) / rows.numel(), "calls_step": count.calls / steps}
     depth = len(_blocks(method.backbone))
-    return passes | ({"passes_block": inside[0] / depth / rows.numel()} if depth else {})
+    return passes | ({"passes_block": sum(inside) / depth / rows.numel()} if depth else {})
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
@@ -132,13 +128,10 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _tokens_into(modules: Iterable[nn.Module]) -> Iterator[list[int]]:
-    """Count rows times positions of the first input of every call of some modules."""
-    total = [0]
-
-    def count(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
-        total[0] += inputs[0].shape[0] * inputs[0].shape[1]
-
+    """Rows times positions of the first input of every call of some modules."""
+    sizes = list[int]()
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.callback(module.register_forward_hook(count).remove)
-        yield total
+            hook = module.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[:2].numel()))
+            stack.enter_context(hook)
+        yield sizes

@@ -1,4 +1,4 @@
-"""Methods that are not masked diffusion as a whole, through the engine: learning rows by heart, and resuming."""
+"""Training of methods other than masked diffusion, which must memorise rows, and resumption of several networks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import outcome
-from small import UNET, Settings, trained
+from small import UNET, Settings, network, trained
 
 from emoe.evaluation.likelihood import estimate_nll
 from emoe.types import Likelihood
 
 AR: Settings = {"method": "ar", "backbone.causal": True}
 BD3LM: Settings = {"method": "bd3lm", "method.block": 2, "method.t_low": 0.1}
-DIT: Settings = {
-    "backbone": "dit", "backbone.width": 32, "backbone.heads": 2, "backbone.depth": 2, "backbone.hidden": 64,
-    "backbone.cond_size": 16, "backbone.time_size": 16, "backbone.dropout": 0, "train.batch": 64, "optim.lr": 5e-3,
-}  # fmt: skip
+DIT: Settings = {"backbone": "dit", "train.batch": 64, "optim.lr": 5e-3}
+DIT |= network(width=32, heads=2, depth=2, hidden=64, cond_size=16, time_size=16, dropout=0)
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def rows(tmp_path: Path) -> Settings:
 
 
 @pytest.mark.parametrize(("method", "likelihood", "nfe"), [(AR, "exact", 6), (BD3LM, "nelbo", 12)], ids=["ar", "bd3lm"])
-def test_rows_are_learned_by_heart(method: Settings, likelihood: str, nfe: int, rows: Settings, tmp_path: Path) -> None:
+def test_rows_are_memorised(method: Settings, likelihood: str, nfe: int, rows: Settings, tmp_path: Path) -> None:
     """20 different rows have 3 nats; free symbols would have 6 log 5 = 9.7."""
     run = trained("rows-mdlm", tmp_path / "run", rows | method | {"train.steps": 200})
     clean = run.domain.rows.long()
@@ -46,10 +44,8 @@ def test_rows_are_learned_by_heart(method: Settings, likelihood: str, nfe: int, 
 
 @pytest.mark.parametrize("method", [AR, BD3LM, UNET], ids=["ar", "bd3lm", "unet"])
 def test_a_resumed_run_is_the_same_run(method: Settings, rows: Settings, tmp_path: Path) -> None:
-    recipe, network = (
-        ("rows-emoe", UNET) if method is UNET else ("rows-mdlm", rows | {"backbone.dropout": 0.1} | method)
-    )
-    settings = network | {"train.steps": 8, "train.save_every": 4}
+    recipe, settings = ("rows-emoe", {}) if method is UNET else ("rows-mdlm", rows | {"backbone.dropout": 0.1})
+    settings |= method | {"train.steps": 8, "train.save_every": 4}
     trained(recipe, tmp_path / "whole", settings)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000000008")
