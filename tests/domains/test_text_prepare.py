@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -306,9 +305,9 @@ def test_a_full_disk_leaves_no_set_and_can_go_on(tmp_path, vocab):
 
 def test_a_set_is_prepared_by_one_run_at_a_time_and_left_alone_when_it_is_there(tmp_path, vocab):
     text, shared = write(tmp_path / "x.txt", corpus(50)), config(split=(0.2, 0.2))
-    with run_lock(tmp_path / ".set.parts"), ThreadPoolExecutor() as pool:  # a thread that holds a folder may enter it
-        with pytest.raises(RunBusy, match=".set.parts: in use by process .*; wait until it ends"):
-            pool.submit(prepare, tmp_path / "set", vocab, [text], config=shared).result()
+    busy = pytest.raises(RunBusy, match=".set.parts: in use by process .*; wait until it ends")
+    with run_lock(tmp_path / ".set.parts"), busy:
+        prepare(tmp_path / "set", vocab, [text], config=shared)
     first = prepare(tmp_path / "set", vocab, [text], config=shared)
     before = (tmp_path / "set" / "train.bin").stat().st_mtime_ns
     again = prepare(tmp_path / "set", vocab, [text], config=shared)
