@@ -68,20 +68,11 @@ def prepare(
     on_progress: Progress = lambda *_: None,
     note: Note = lambda _: None,
 ) -> Prepared:
-    """Write a set of rows: `train.bin`, `valid.bin`, `test.bin`, the tokenizer's file and `manifest.json`.
+    """Write a set of rows into `out`: `train.bin`, `valid.bin`, `test.bin`, the tokenizer's file and `manifest.json`.
 
-    Faults are a `ConfigError` (of the arguments, or a missing library), a `DataError` (of files) or a `StorageError`.
-
-    Args:
-        out: The folder of the set; it is made, and must not hold anything else.
-        tokenizer: `vocab.txt`, `tokenizer.json`, or the folder of one.
-        inputs: Files, archives and folders whose names give the split; other files are for training.
-        train: Files, archives and folders to train on.
-        valid: The same to validate with.
-        test: The same to test with.
-        config: Everything else.
-        on_progress: Called after every slice.
-        note: Gets lines about files that are left out.
+    `inputs` are files, archives and folders whose names give the split (train if they give none); `train`, `valid` and
+    `test` are those of one split. `note` gets lines about files that are left out. Faults are a `ConfigError` (of the
+    arguments, or a missing library), a `DataError` (of files) or a `StorageError`.
     """
     config = config or PrepareConfig()
     load_library()

@@ -113,17 +113,26 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
 
 def _in_folder(folder: Path, given: Split | None, style: Detokenise, note: Note) -> Iterator[Source]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    texts = [file for file in files if is_text(file.name)]
-    if left := len(files) - len(texts):
-        note(f"{folder}: {left} files are no text by their names and are left out")
-    if not texts:
-        raise DataError(f"{folder}: holds no text ({', '.join(TEXT[:-1])}, also packed as {', '.join(PACKED)})")
-    for file in texts:
-        by_name = split_of(str(file.relative_to(folder)))
-        if given is not None and by_name not in (None, given):
-            note(f"{file}: is left out of {given}, its name gives {by_name}")
-        else:
-            yield Source(file, given or by_name or "train", style)
+    splits = [choose_split(str(file.relative_to(folder)), given) for file in files]
+    _count(folder, splits, note)
+    yield from (Source(file, split, style) for file, split in zip(files, splits, strict=True) if split)
+
+
+def choose_split(name: str, given: Split | None) -> Split | None:
+    """The split of a file in a folder or an archive; None if its name is that of no text, or of another split."""
+    by_name = split_of(name)
+    if not is_text(name) or (given is not None and by_name not in (None, given)):
+        return None
+    return given or by_name or "train"
+
+
+def _count(path: Path, splits: Sequence[Split | None], note: Note) -> None:
+    """Note how many files of a folder or an archive are left out; raise if it is all of them."""
+    if left := splits.count(None):
+        note(f"{path}: {left} files are no text of a wanted split by their names and are left out")
+    if left == len(splits):
+        known = f"{', '.join(TEXT[:-1])}, also packed as {', '.join(PACKED)}, or shards news.en-*"
+        raise DataError(f"{path}: holds no text ({known}); name its files so")
 
 
 def _check_apart(sources: Sequence[Source]) -> None:
@@ -183,7 +192,7 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
     if not is_archive(path):
         yield str(path), source.split or "train", stream
         return
-    count = left = 0
+    splits: list[Split | None] = []
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             if member.isdir():
@@ -192,16 +201,10 @@ def _texts(source: Source, stream: Any, note: Note) -> Iterator[tuple[str, Split
                 problem = "points outside the archive" if member.isfile() else "is no plain file"
                 remedy = "such an archive is not read, pack the texts anew"
                 raise DataError(f"{path}: member {member.name!r} {problem}; {remedy}")
-            by_name = split_of(member.name)
-            if not is_text(member.name) or (source.split is not None and by_name not in (None, source.split)):
-                left += 1
-                continue
-            count += 1
-            yield f"{path}: {member.name}", source.split or by_name or "train", _unpack(archive.extractfile(member))
-    if left:
-        note(f"{path}: {left} members are no text of a wanted split by their names and are left out")
-    if not count:
-        raise DataError(f"{path}: holds no text ({', '.join(TEXT[:-1])}, or shards news.en-*); name its members so")
+            splits.append(split := choose_split(member.name, source.split))
+            if split:
+                yield f"{path}: {member.name}", split, _unpack(archive.extractfile(member))
+    _count(path, splits, note)
 
 
 def _cut(name: str, split: Split, source: Source, stream: Any, file: IO[bytes], size: int) -> Iterator[Slice]:
