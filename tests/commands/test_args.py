@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from emoe.commands.args import FIELDS, REPEATED, SEVERAL, Command, split_settings, with_data_root
-from emoe.commands.values import Range, Seed
+from emoe.commands.args import FIELDS, REPEATED, SEVERAL, Command, Range, Seed, split_settings, with_data_root
 from emoe.config import ConfigError
 from emoe.experiment import Experiment
 

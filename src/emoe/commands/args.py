@@ -3,9 +3,9 @@
 A command is a function, or a frozen dataclass of options, whose signature and docstring define the parser:
 
 - Parameters before `*` are positional, all others are options. A parameter without a default is required.
-- `bool` is a flag; other types and ranges are those of `emoe.commands.values`. A positional tuple takes several words,
-  an option `1,2,4`; annotated with `SEVERAL` or `REPEATED` it takes several words or is given several times. An
-  annotation `"--old"` is another name of an option, which help does not show.
+- `bool` is a flag, `Literal` a choice, numbers may have a `Range`. A positional tuple takes several words, an option
+  `1,2,4`; annotated with `SEVERAL` or `REPEATED` it takes several words or is given several times. An annotation
+  `"--old"` is another name of an option, which help does not show.
 - A parameter that is a dataclass stands for its fields, each an option.
 - `settings` receives fields of a recipe (`--train.steps 50`), `command` the command line as it was typed.
 - `Args` in the docstring are the help, `name (METAVAR): text`, beside those in `COMMON`; `Examples` end it.
@@ -21,17 +21,19 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import re
 import shlex
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Mapping, Sequence
 from shutil import get_terminal_size
 from textwrap import dedent, fill
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from emoe.commands.values import Range, read, unwrap
-from emoe.config import ConfigError
+from emoe.config import ConfigError, alternatives, hint
 from emoe.overrides import as_text, field_hint, paths
 
+NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
 SEVERAL, REPEATED = "several words", "given several times"
 INJECTED = ("settings", "command")
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
@@ -41,6 +43,22 @@ COMMON = {
     "json": "print JSON",
     "quiet": "no progress",
 }
+
+
+class Range(NamedTuple):
+    """Smallest and largest number that is allowed."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        ends = ((">=", self.low), ("<=", self.high))
+        return " and ".join(f"{sign} {end}" for sign, end in ends if not math.isinf(end))
+
+
+Steps = Annotated[int, Range(1, 10_000)]
+Rows = Annotated[int, Range(1, 10_000_000)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,6 +182,38 @@ def read_docstring(text: str) -> tuple[str, dict[str, tuple[str, str]], str]:
     helps |= {name: (metavar, " ".join(text.split())) for name, metavar, text in entries}
     examples = "".join(f"\n  {line}" for line in sections.get("Examples", "").rstrip().splitlines())
     return " ".join(description.split()), helps, f"examples:{examples}" if examples else ""
+
+
+def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without None and annotations, and the annotations."""
+    if get_origin(annotation) is Annotated:
+        kind, extras = unwrap(get_args(annotation)[0])
+        return kind, (*extras, *get_args(annotation)[1:])
+    if type(None) in alternatives(annotation):
+        return unwrap(next(kind for kind in alternatives(annotation) if kind is not type(None)))
+    return annotation, ()
+
+
+def read(annotation: Any, word: str) -> Any:
+    """The value of a word: int, float, str, Path, Literal, or a tuple of them as `1,2,4`."""
+    kind, extras = unwrap(annotation)
+    several = get_origin(kind) is tuple
+    element = get_args(kind)[0] if several else kind
+    if get_origin(kind) is Literal:
+        if word not in get_args(kind):
+            raise ArgumentTypeError(f"{word!r} is not known{hint(word, list(get_args(kind)))}")
+        return word
+    if element not in NUMBERS:
+        return tuple(element(part.strip()) for part in word.split(",") if part.strip()) if several else kind(word)
+    allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
+    try:
+        values = tuple(map(element, word.split(",") if several else [word]))
+    except ValueError:
+        expected = f"{NUMBERS[element]}s" if several else f"one {NUMBERS[element]}"
+        raise ArgumentTypeError(f"expected {f'{expected} {allowed}'.rstrip()}, got {word!r}") from None
+    if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
+        raise ArgumentTypeError(f"must be {str(allowed) or 'finite'}, got {word}")
+    return values if several else values[0]
 
 
 def split_settings(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from emoe.commands import args
+from emoe.commands.args import Range, Rows, Seed
 from emoe.commands.sample import sampling
-from emoe.commands.values import Range, Rows, Seed
 from emoe.config import ConfigError
 from emoe.console import console_table, meter
 

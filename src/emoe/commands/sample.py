@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from emoe.commands import args
-from emoe.commands.values import Rows, Seed, Steps
+from emoe.commands.args import Rows, Seed, Steps
 from emoe.config import ConfigError
 from emoe.console import meter, tick_calls
 
