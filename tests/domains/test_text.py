@@ -56,8 +56,6 @@ def test_the_set_as_a_domain(text, folder):
     assert torch.equal(valid.test_rows.long(), whole(folder, "valid"))
     assert text.sha256 == hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
     assert text.sha256 == TextConfig(path=str(folder), verify=False).build(0).sha256  # of the rows
-    config = TextConfig(path="sets/elsewhere")  # the name is that of the config wherever the set is
-    assert Text(config, folder).name == "elsewhere" and torch.equal(Text(config, folder).rows, text.rows)
 
 
 def test_fresh_rows_are_held_out_rows_without_repetition(text, folder):
