@@ -22,7 +22,7 @@ from torch import Tensor
 from emoe.config import option
 from emoe.domains import DataError, check_file, naming
 from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
-from emoe.domains.text.metrics import measure_rows
+from emoe.domains.metrics import measure_variety
 from emoe.domains.text.prepare import MANIFEST, SCHEMA, TOKEN
 from emoe.domains.text.reading import SPLITS, sha256_of
 from emoe.domains.text.tokens import Encoder, Vocabulary, read_vocabulary
@@ -95,7 +95,7 @@ class Text(SplitDomain):
         return self.config.write(rows)
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        return measure_rows(samples, self.rows)
+        return measure_variety(samples, self.rows)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:
         return panels.texts({name: self.decode(rows[: panels.MOST_TEXTS]) for name, rows in pools.items()}, title=title)
