@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from emoe.domains import DataError
-from emoe.domains.text.detokenise import SHARD, Detokenise, Style, style_of
+from emoe.domains.text import Detokenise
+from emoe.domains.text.tokens import Style
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -34,6 +35,7 @@ TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packe
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BOM = b"\xef\xbb\xbf"
+SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")  # of the One Billion Word benchmark
 
 Note = Callable[[str], None]
 
@@ -77,6 +79,14 @@ def split_of(name: str) -> Split | None:
     return None
 
 
+def style_of(name: str) -> Style:
+    """The style by the name of a file: shards of the One Billion Word benchmark and WikiText's `.tokens` are known."""
+    base = name.replace("\\", "/").rpartition("/")[2].lower()
+    if SHARD.match(base):
+        return "lm1b"
+    return "wikitext" if re.match(r"wiki\.(train|valid|test)\.(tokens|raw)", base) else "none"
+
+
 def is_text(name: str) -> bool:
     """Whether the name of a file in a folder or an archive is that of a text to read."""
     base = PurePosixPath(name.replace("\\", "/")).name.lower()
@@ -102,20 +112,16 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
             if not path.exists():
                 raise DataError(f"{path}: does not exist; check the path")
             if path.is_dir():
-                sources += _in_folder(path, given, style, note)
+                files = sorted(file for file in path.rglob("*") if file.is_file())
+                splits = [choose_split(str(file.relative_to(path)), given) for file in files]
+                _count(path, splits, note)
+                sources += [Source(file, split, style) for file, split in zip(files, splits, strict=True) if split]
             else:
                 by_name = None if is_archive(path) else split_of(path.name) or "train"
                 sources.append(Source(path, given or by_name, style))
     sources.sort(key=lambda source: SPLITS.index(source.split or "train"))
     _check_apart(sources)
     return sources
-
-
-def _in_folder(folder: Path, given: Split | None, style: Detokenise, note: Note) -> Iterator[Source]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    splits = [choose_split(str(file.relative_to(folder)), given) for file in files]
-    _count(folder, splits, note)
-    yield from (Source(file, split, style) for file, split in zip(files, splits, strict=True) if split)
 
 
 def choose_split(name: str, given: Split | None) -> Split | None:
