@@ -37,7 +37,7 @@ def write(path: Path, content: bytes) -> Path:
 def small(monkeypatch) -> dict[str, bytes]:
     """A table in which the published files have 20 and 7 images of random grey values; name -> gzipped content."""
     draw, contents = np.random.default_rng(3), {}
-    for (images, labels), n in ((files.TRAIN, 20), (files.TEST, 7)):
+    for (images, labels), n in ((files.ORIGINAL[:2], 20), (files.ORIGINAL[2:], 7)):
         greys = draw.integers(256, size=(n, 28, 28))
         greys[0, 0, :4] = [0, 127, 128, 255]
         for name, values in ((images, greys), (labels, draw.integers(10, size=n))):

@@ -24,9 +24,6 @@ AGAIN = "delete it and download it again: emoe data mnist"
 
 Progress = Callable[[int, str], None]  # called with the bytes of each block and the name of its file
 
-TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")  # images, labels
-TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-ORIGINAL = (*TRAIN, *TEST)
 KNOWN = {  # sizes and SHA-256 of LeCun, Cortes and Burges's own files, packed and unpacked
     "train-images-idx3-ubyte.gz": (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
     "train-images-idx3-ubyte": (47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
@@ -37,6 +34,7 @@ KNOWN = {  # sizes and SHA-256 of LeCun, Cortes and Burges's own files, packed a
     "t10k-labels-idx1-ubyte.gz": (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     "t10k-labels-idx1-ubyte": (10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 }
+ORIGINAL = tuple(name for name in KNOWN if not name.endswith(".gz"))  # images and labels to train on, then to test with
 
 
 def data_root(explicit: str | None = None) -> Path | None:
