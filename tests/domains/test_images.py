@@ -101,7 +101,7 @@ def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys
     sizes = [f"--{name}={value}" for name, value in UNET.items() if name.startswith("backbone.")]
     words = [*f"{words} --quiet --device cpu".split(), *sizes]
     assert main(words) == 3
-    assert "no data folder is named and ./data does not exist" in capsys.readouterr().err
+    assert "looked in data, data/mnist; name the folder" in capsys.readouterr().err
     assert main([*words, "--data-root", str(tiny_root)]) == 0
     name = Experiment.load(Path("r/experiment.json")).name
     assert "domain.side=28" in name and "root" not in name and str(tmp_path) not in name

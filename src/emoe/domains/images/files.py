@@ -17,7 +17,6 @@ from emoe.domains import DataError
 from emoe.files import replace_file
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-LOCAL = Path("data")  # in the current folder
 TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
 AGAIN = "delete it and download it again: emoe data mnist"
@@ -37,28 +36,21 @@ KNOWN = {  # sizes and SHA-256 of LeCun, Cortes and Burges's own files, packed a
 ORIGINAL = tuple(name for name in KNOWN if not name.endswith(".gz"))  # images and labels to train on, then to test with
 
 
-def data_root(explicit: str | None = None) -> Path | None:
-    """The folder that holds data: the one given, else $EMOE_DATA, else ./data where that exists, else None."""
-    if named := explicit or os.environ.get("EMOE_DATA"):
-        return Path(named).expanduser()
-    return LOCAL if LOCAL.is_dir() else None
+def data_root(explicit: str | None = None) -> Path:
+    """The folder that holds data: the one given, else $EMOE_DATA, else ./data."""
+    return Path(explicit or os.environ.get("EMOE_DATA") or "data").expanduser()
 
 
-def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
+def find(root: Path, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
     """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or else in the root itself."""
-    folders = [] if root is None else [root, root / "mnist"]
+    folders = [root, root / "mnist"]
     candidates = [(name, folder / (name + end)) for name in names for folder in folders for end in ("", ".gz")]
     paths = {name: path for name, path in candidates if path.is_file()}
-    absent = [f"{name}[.gz]" for name in names if name not in paths]
-    if not absent:
-        return paths
-    where = f"no data folder is named and ./{LOCAL} does not exist"
-    if folders:
-        where = "looked in " + ", ".join(map(str, folders))
-    raise DataError(
-        f"missing {', '.join(absent)}: {where}; name the folder that holds them with "
-        "--data-root, --domain.root or EMOE_DATA, or download them: emoe data mnist"
-    )
+    if absent := [f"{name}[.gz]" for name in names if name not in paths]:
+        where = f"looked in {', '.join(map(str, folders))}"
+        remedy = "name the folder that holds them with --data-root, --domain.root or EMOE_DATA, or download them"
+        raise DataError(f"missing {', '.join(absent)}: {where}; {remedy}: emoe data mnist")
+    return paths
 
 
 def read_published(path: Path) -> bytes:
