@@ -371,7 +371,7 @@ BAD_VOCABULARIES = {
     "twice": ("vocab.txt", "[UNK]\n[CLS]\n[MASK]\na\na\n", r"line 5 repeats 'a'"),
     "too large": ("vocab.txt", "[UNK]\n[CLS]\n[MASK]\n" + "\n".join(map(str, range(65_536))), "stored in 16 bits"),
     "not utf-8": ("vocab.txt", b"[UNK]\n\xff\n", "cannot be read"),
-    "no json": ("tokenizer.json", "{", "is no tokenizer.json"),
+    "no json": ("tokenizer.json", "{", "tokenizer.json: cannot be read, damaged or cut off .JSONDecodeError"),
     "another model": ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}', "holds a BPE model; only WordPiece"),
     "none": ("vocabulary.txt", "a", "holds neither tokenizer.json nor vocab.txt"),
 }

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from emoe.config import ConfigError, hint, option
-from emoe.domains import DataError, check_file
+from emoe.domains import DataError, check_file, readable
 from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, random_state
 from emoe.domains.images import files
 from emoe.domains.images.classifier import SIDES, load_classifier
@@ -164,8 +164,12 @@ def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
     check_file(path, "give a .png file")
     edges = [side, INNER] if side == OUTER else [side]
     sizes = " or ".join(f"{edge} x {edge}" for edge in edges)
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
+    with readable(path, "save it again"):
+        try:
+            image = Image.open(path, formats=["PNG"])
+        except UnidentifiedImageError:
+            raise DataError(f"{path}: is no PNG image; save it as one of {sizes} pixels") from None
+        with image:
             if image.size not in {(edge, edge) for edge in edges}:  # from the header: nothing large is unpacked
                 width, height = image.size
                 raise DataError(f"{path}: is {width} x {height} pixels, but the model's images are {sizes}; resize it")
@@ -173,12 +177,6 @@ def _pixels(path: Path, side: int) -> tuple[Greys, Greys]:
                 deep = np.asarray(image, dtype=np.float64) / 257
                 return deep, np.full_like(deep, 255)
             colour = image.convert("RGBA")
-    except DataError:
-        raise
-    except UnidentifiedImageError:
-        raise DataError(f"{path}: is no PNG image; save it as one of {sizes} pixels") from None
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); save it again") from None
     return np.asarray(colour.convert("L"), np.float64), np.asarray(colour.getchannel("A"), np.float64)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from emoe.domains import DataError
+from emoe.domains import DataError, readable
 from emoe.files import replace_file
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -56,11 +56,8 @@ def find(root: Path, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
 def read_published(path: Path) -> bytes:
     """The content of a published file, unpacked, once its size and checksum are the known ones."""
     size, sha256 = KNOWN[path.name]
-    try:
+    with readable(path, "delete it and put a whole copy in its place"):
         content = path.read_bytes()
-    except OSError as error:
-        remedy = "delete it and put a whole copy in its place"
-        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); {remedy}") from None
     if len(content) != size:
         raise DataError(f"{path}: has {len(content):,} bytes, but the published file has {size:,}; {AGAIN}")
     digest = hashlib.sha256(content).hexdigest()

@@ -20,7 +20,7 @@ from jaxtyping import Int, Integer, UInt16
 from torch import Tensor
 
 from emoe.config import option
-from emoe.domains import DataError, check_file, naming
+from emoe.domains import DataError, check_file, naming, readable
 from emoe.domains.base import DomainConfig, Given, Ink, Pools, SplitDomain
 from emoe.domains.metrics import measure_variety
 from emoe.domains.text.prepare import MANIFEST, SCHEMA, TOKEN
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: {what}; --domain.path takes a folder that emoe data prepare wrote: "
             f"emoe data prepare FILES --tokenizer FILE --out {'DIR' if folder == Path() else folder}"
         )
-    try:
+    with readable(path, AGAIN):
         manifest = dict(json.loads(path.read_bytes()))
         if manifest["schema"] != SCHEMA:
             raise DataError(f"{path}: has schema {manifest['schema']!r}, this version reads {SCHEMA}; {AGAIN}")
@@ -118,10 +118,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         sizes += [split["rows"] for split in manifest["splits"].values()]
         if not all(isinstance(size, int) and size >= 0 for size in sizes) or set(manifest["splits"]) - set(SPLITS):
             raise ValueError("impossible sizes")
-    except DataError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read, damaged ({error!r}); {AGAIN}") from None
     return manifest
 
 
@@ -138,7 +134,7 @@ def open_rows(folder: Path, manifest: Mapping[str, Any], split: str, *, verify: 
     """Rows of a split, mapped into memory: nothing is read before it is used, but for the checksum."""
     entry = manifest["splits"][split]
     path, shape = folder / f"{split}.bin", (entry["rows"], manifest["length"])
-    try:
+    with readable(path, AGAIN):
         size = path.stat().st_size
         if size != shape[0] * shape[1] * TOKEN.itemsize:
             raise DataError(f"{path}: has {size:,} bytes, not those of {shape[0]:,} rows of {shape[1]}; {AGAIN}")
@@ -146,8 +142,6 @@ def open_rows(folder: Path, manifest: Mapping[str, Any], split: str, *, verify: 
             raise DataError(f"{path}: is damaged, its sha256 is not that of {MANIFEST}; {AGAIN}")
         # Private pages: the file may be read-only, and changes of the tensor do not reach it.
         return torch.from_numpy(np.memmap(path, TOKEN, mode="c", shape=shape))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be opened ({error.strerror or error}); {AGAIN}") from None
 
 
 def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: bool) -> Int[Tensor, "m L"]:
@@ -161,10 +155,8 @@ def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: 
             return torch.tensor([_read_text(source, vocabulary, space, wrap)])
     path, rows = Path(source), []
     check_file(path, "--given takes a text, or a .txt file with one text in a line")
-    try:
+    with readable(path, "save it as UTF-8", "cannot be read as text"):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as text ({error}); save it as UTF-8") from None
     for number, line in enumerate(lines, 1):
         with naming(f"{path}: line {number}"):
             rows += [_read_text(line, vocabulary, space, wrap)] if line.strip() else []

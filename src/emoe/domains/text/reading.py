@@ -12,14 +12,13 @@ import hashlib
 import lzma
 import re
 import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
-from emoe.domains import DataError
+from emoe.domains import DataError, readable
 from emoe.domains.text import Detokenise
 from emoe.domains.text.tokens import Style
 
@@ -32,7 +31,6 @@ WORDS: dict[str, Split] = {
 }
 PACKED = (".gz", ".xz", ".bz2")
 TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is removed
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BOM = b"\xef\xbb\xbf"
 SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")  # of the One Billion Word benchmark
@@ -169,7 +167,7 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     A slice has at most `size` bytes and ends between documents where it can, else between lines.
     """
     path = source.path
-    try:
+    with readable(path, "give a whole copy"):
         before = path.stat()
         if not before.st_size:
             raise DataError(f"{path}: is empty; leave it out or give a whole copy")
@@ -177,8 +175,6 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
             for name, split, stream in _texts(source, _unpack(file), note):
                 yield from _cut(name, split, source, stream, file, size)
         source.sha256, source.size, after = sha256_of(path), before.st_size, path.stat()
-    except BROKEN as error:
-        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); give a whole copy") from None
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path}: changed while it was read; run again when nothing writes to it")
 

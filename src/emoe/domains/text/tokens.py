@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from emoe.config import ConfigError
-from emoe.domains import DataError, check_file
+from emoe.domains import DataError, check_file, readable
 
 Style = Literal["lm1b", "wikitext", "none"]
 
@@ -84,11 +84,9 @@ def read_vocabulary(path: Path) -> Vocabulary:
             raise DataError(f"{path}: holds neither {' nor '.join(FILES)}; give the file or folder of a BERT tokenizer")
         path = files[0]
     check_file(path, "--tokenizer takes a vocab.txt, a tokenizer.json or their folder")
-    try:
+    with readable(path, "give a whole copy"):
         content = path.read_bytes()
         words = _from_json(path, content) if path.suffix == ".json" else _from_lines(path, content)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give a whole copy") from None
     if min(words, default=0) < 0 or max(words, default=0) >= LARGEST:
         problem = f"numbers words from {min(words):,} to {max(words):,}"
         raise DataError(f"{path}: {problem}; tokens are stored in 16 bits, so 0..{LARGEST - 1:,} are allowed")
@@ -109,17 +107,12 @@ def _from_lines(path: Path, content: bytes) -> dict[int, str]:
 
 
 def _from_json(path: Path, content: bytes) -> dict[int, str]:
-    try:
-        data = json.loads(content)
-        model = data["model"]
-        kind = model.get("type", "WordPiece")
-        words = {int(number): str(word) for word, number in model["vocab"].items()} if kind == "WordPiece" else {}
-        words |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: is no tokenizer.json ({type(error).__name__}: {error}); give a whole copy") from None
-    if kind != "WordPiece":
+    data = json.loads(content)
+    model = data["model"]
+    if (kind := model.get("type", "WordPiece")) != "WordPiece":
         raise DataError(f"{path}: holds a {kind} model; only WordPiece is known")
-    return words
+    words = {int(number): str(word) for word, number in model["vocab"].items()}
+    return words | {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
 
 
 def detokenise(line: str, style: Style) -> str:
