@@ -54,11 +54,27 @@ class TextConfig(DomainConfig, kind="text"):
         return Text(self)
 
     def read_given(self, source: str, space: TokenSpace, *, ink: Ink = "auto") -> Given:
-        """Texts with holes, as a string or the lines of a .txt file; or tokens in .npy, .csv."""
-        if ink != "auto" or Path(source).suffix.lower() in (".npy", ".csv"):
+        """A text with holes, or those in the lines of a .txt file that are not empty; or tokens in .npy, .csv."""
+        path, folder = Path(source), Path(self.path)
+        if ink != "auto" or path.suffix.lower() in (".npy", ".csv"):
             return super().read_given(source, space, ink=ink)
-        folder = Path(self.path)
-        return read_texts(source, read_words(folder), space, wrap=read_manifest(folder).get("packing") == "wrap")
+        vocabulary = read_words(folder)
+        first = [vocabulary.special["cls"]] if read_manifest(folder).get("packing") == "wrap" else []
+        encoder(vocabulary)  # a tokenizer that cannot be used is no fault of the text
+        if not source.lower().endswith(".txt"):
+            with naming(source, typed=True):
+                return torch.tensor([_read_text(source, vocabulary, space, first)])
+        check_file(path, "--given takes a text, or a .txt file with one text in a line")
+        with readable(path, "save it as UTF-8", "cannot be read as text"):
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        rows = list[list[int]]()
+        for number, line in enumerate(lines, 1):
+            with naming(f"{path}: line {number}"):
+                rows += [_read_text(line, vocabulary, space, first)] if line.strip() else []
+        if not rows:
+            marks = "[MASK], {N} or ___"
+            raise DataError(f"{path}: holds no text; write one in a line, with {marks} where tokens are wanted")
+        return torch.tensor(rows)
 
     def write(self, rows: Integer[Tensor, "n L"]) -> list[str]:
         vocabulary = read_words(Path(self.path))
@@ -144,32 +160,10 @@ def open_rows(folder: Path, manifest: Mapping[str, Any], split: str, *, verify: 
         return torch.from_numpy(np.memmap(path, TOKEN, mode="c", shape=shape))
 
 
-def read_texts(source: str, vocabulary: Vocabulary, space: TokenSpace, *, wrap: bool) -> Int[Tensor, "m L"]:
-    """Rows with the mask where a token is wanted, of a text or of each line in a .txt file that is not empty.
-
-    With `wrap` they begin with [CLS], as those of a wrapped set do.
-    """
-    encoder(vocabulary)  # a tokenizer that cannot be used is no fault of the text
-    if not source.lower().endswith(".txt"):
-        with naming(source, typed=True):
-            return torch.tensor([_read_text(source, vocabulary, space, wrap)])
-    path, rows = Path(source), []
-    check_file(path, "--given takes a text, or a .txt file with one text in a line")
-    with readable(path, "save it as UTF-8", "cannot be read as text"):
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    for number, line in enumerate(lines, 1):
-        with naming(f"{path}: line {number}"):
-            rows += [_read_text(line, vocabulary, space, wrap)] if line.strip() else []
-    if not rows:
-        marks = "[MASK], {N} or ___"
-        raise DataError(f"{path}: holds no text; write one in a line, with {marks} where tokens are wanted")
-    return torch.tensor(rows)
-
-
-def _read_text(text: str, vocabulary: Vocabulary, space: TokenSpace, wrap: bool) -> list[int]:
-    """A row of L tokens; `___` takes the room that is left, without it the end of the row does."""
+def _read_text(text: str, vocabulary: Vocabulary, space: TokenSpace, first: list[int]) -> list[int]:
+    """A row of L tokens, the `first` included; masks fill the room that is left, at `___` or at the end of the row."""
     encode, special = encoder(vocabulary), vocabulary.special
-    tokens, room, start = [special["cls"]] * wrap, list[int](), 0  # room: index of ___
+    tokens, room, start = list(first), list[int](), 0  # room: index of ___
     for mark in MARK.finditer(text):
         tokens += next(encode([text[start : mark.start()]]))
         start = mark.end()

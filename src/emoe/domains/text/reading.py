@@ -48,7 +48,7 @@ class Source:
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
-    parts: list[Path] = field(default_factory=list)  # see `parts`
+    parts: list[Path] = field(default_factory=list)  # files of encoded slices, in order
     starts: dict[Split, int] = field(default_factory=dict)  # split -> its tokens before those of this file
 
 
