@@ -19,10 +19,11 @@ from torch import Tensor
 
 from emoe.config import ConfigError, hint, option
 from emoe.domains import DataError, check_file, readable
-from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, random_state
+from emoe.domains.base import Completions, DomainConfig, Given, Ink, Pools, SplitDomain, permutation, random_state
 from emoe.domains.images import files
 from emoe.domains.images.classifier import SIDES, load_classifier
-from emoe.domains.images.metrics import measure_images
+from emoe.domains.images.metrics import REAL_ROWS, of_features, of_pixels
+from emoe.domains.metrics import proportion
 from emoe.domains.reading import TYPED
 from emoe.figures import panels
 from emoe.figures.panels import as_images, side_of
@@ -43,10 +44,7 @@ Classes = Int[Tensor, " _N"] | None
 
 
 class Images(SplitDomain):
-    """Binary images with a fixed test split, kept as uint8.
-
-    Features and classes are measured where a classifier of the task is in the package, and pixels always.
-    """
+    """Binary images with a fixed test split, kept as uint8."""
 
     task: ClassVar[str] = "images"
     stream: ClassVar[str] = "images"
@@ -57,9 +55,24 @@ class Images(SplitDomain):
         self.space = TokenSpace(size=3, mask_id=2, length=rows.shape[1])
 
     def measure(self, samples: Int[Tensor, "n L"], seed: int = 0) -> list[Measurement]:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        classifier = load_classifier(self.task, device) if self.task in SIDES else None
-        return measure_images(samples, self.test_rows, self.rows, seed, classifier, self.test_labels)
+        """Measure pixels, and features if the package has a classifier of the task; `seed` orders the rows."""
+        if len(samples) < 2:
+            raise ValueError(f"{len(samples)} samples cannot be measured; draw at least 2")
+        if samples.shape[1] != self.space.length:
+            raise ValueError(f"samples have {samples.shape[1]} pixels, the data {self.space.length}")
+        if (samples == self.space.mask_id).any():
+            raise ValueError("some samples still hold masks; finish sampling before measuring")
+        if ((samples != 0) & (samples != 1)).any():
+            raise ValueError("pixels must be 0 or 1")
+        samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
+        real = self.test_rows[permutation(len(self.test_rows), seed, "images", "real")[:REAL_ROWS]]
+        measured = list[Measurement]()
+        if self.task in SIDES:
+            classifier = load_classifier(self.task, "cuda" if torch.cuda.is_available() else "cpu")
+            measured += of_features(classifier, samples, real, seed)
+            if self.test_labels is not None:
+                measured.append(proportion("judge_accuracy", classifier.hits(self.test_rows, self.test_labels)))
+        return measured + of_pixels(samples, real, self.rows)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:
         return panels.mosaics({name: as_images(rows) for name, rows in pools.items()}, title=title)
