@@ -55,7 +55,7 @@ def limit_rows(recipe: str, seed: int, experts: int) -> list[Row]:
     """Return exact validity, overlap and KL of the fitted law."""
     toy = get_recipe(recipe).domain.build(seed)
     assert isinstance(toy, Toy)
-    data = toy.cell_probabilities().double()
+    data = toy.density.law()
     law = fit_routes(data, experts, seed=seed)
     same = {"task": toy.task, "data": toy.name, "method": "limit", "recipe": f"route-limit-{experts}", "seed": seed}
     values = {

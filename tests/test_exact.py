@@ -190,7 +190,7 @@ def test_points_of_a_gaussian():
 
 def test_exact_rows_of_a_toy_run():
     toy, experiment = ToyConfig(density="8-modes", points=5_000).build(0), get_recipe("toy-8modes-emoe")
-    sizes, data = TransformerConfig(width=16, heads=2, hidden=16, time_size=8), toy.cell_probabilities().double()
+    sizes, data = TransformerConfig(width=16, heads=2, hidden=16, time_size=8), toy.density.law()
     method = scramble(EMoEConfig(experts=4).build(toy.space, sizes), 1)
     rows = exact_rows(method, toy, experiment, [1, 2])
     assert {(row.convention, row.stderr, row.n) for row in rows} == {("exact", None, None)} and len(rows) == 8

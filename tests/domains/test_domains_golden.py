@@ -66,7 +66,7 @@ def toy(density: str) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for seed, points in ((0, 20_000), (1, 500)):
         domain = ToyConfig(density=density, points=points).build(seed)
-        law = domain.cell_probabilities()
+        law = domain.density.law()
         cells = torch.arange(2_500, dtype=torch.float64)
         moments = [law.sum(), law.flatten() @ cells, law.square().sum(), law.max()]
         numbers[str(seed)] = of_domain(domain, noise(domain, 400)) | {"law": [float(value) for value in moments]}

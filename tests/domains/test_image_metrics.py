@@ -11,8 +11,8 @@ import scipy.linalg
 import torch
 from scipy.spatial.distance import cdist
 
+from emoe.domains.images import Digits, DigitsConfig, Images
 from emoe.domains.images.classifier import load_classifier
-from emoe.domains.images.data import Digits, DigitsConfig, Images
 from emoe.domains.images.metrics import fold_means, frechet_distance, jackknife, neighbour_measures, radii
 from emoe.types import Measurement
 

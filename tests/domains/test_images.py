@@ -37,7 +37,7 @@ def write(path: Path, content: bytes) -> Path:
 def small(monkeypatch) -> dict[str, bytes]:
     """A table in which the published files have 20 and 7 images of random grey values; name -> gzipped content."""
     draw, contents = np.random.default_rng(3), {}
-    for (images, labels), n in ((files.TRAIN, 20), (files.TEST, 7)):
+    for (images, labels), n in ((files.ORIGINAL[:2], 20), (files.ORIGINAL[2:], 7)):
         greys = draw.integers(256, size=(n, 28, 28))
         greys[0, 0, :4] = [0, 127, 128, 255]
         for name, values in ((images, greys), (labels, draw.integers(10, size=n))):
@@ -101,7 +101,7 @@ def test_data_roots_of_the_command_line(tiny_root, tmp_path, monkeypatch, capsys
     sizes = [f"--{name}={value}" for name, value in UNET.items() if name.startswith("backbone.")]
     words = [*f"{words} --quiet --device cpu".split(), *sizes]
     assert main(words) == 3
-    assert "no data folder is named and ./data does not exist" in capsys.readouterr().err
+    assert "looked in data, data/mnist; name the folder" in capsys.readouterr().err
     assert main([*words, "--data-root", str(tiny_root)]) == 0
     name = Experiment.load(Path("r/experiment.json")).name
     assert "domain.side=28" in name and "root" not in name and str(tmp_path) not in name

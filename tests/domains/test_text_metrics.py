@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from emoe.domains.text.metrics import distinct, measure_rows, pool_distinct, unigram_entropy
+from emoe.domains.metrics import distinct, measure_variety, pool_distinct, unigram_entropy
 from emoe.types import Measurement
 
 
 def measured(rows: list[list[int]], trained: list[list[int]] | None = None) -> dict[str, Measurement]:
-    return {item.metric: item for item in measure_rows(torch.tensor(rows), torch.tensor(trained or rows))}
+    return {item.metric: item for item in measure_variety(torch.tensor(rows), torch.tensor(trained or rows))}
 
 
 def test_entropy_is_that_of_the_counts():

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 import emoe
 from emoe.cli import main
 from emoe.domains.base import DataError
-from emoe.domains.text import PrepareConfig, detokenise
+from emoe.domains.text import PrepareConfig
 from emoe.domains.text.prepare import prepare
-from emoe.domains.text.reading import Source, find_sources, is_text, slices, split_of
-from emoe.domains.text.tokens import Encoder, read_vocabulary
+from emoe.domains.text.reading import Source, find_sources, is_text, slices, split_of, style_of
+from emoe.domains.text.tokens import Encoder, detokenise, read_vocabulary
 from emoe.files import RunBusy, run_lock
 
 pytest.importorskip("tokenizers")
@@ -167,7 +167,7 @@ def test_names_say_the_split_the_style_and_what_is_text():
     assert all(map(is_text, names))
     assert not any(map(is_text, ["README", "a.md", ".a.txt", "a.json", "x.json.gz", "news.en-00000-of-00100"]))
     names = ["x/news.en-00001-of-00100", "news.en.heldout-00000-of-00050.gz", "wiki.train.tokens.gz", "news.txt"]
-    assert list(map(detokenise.style_of, names)) == ["lm1b", "lm1b", "wikitext", "none"]
+    assert list(map(style_of, names)) == ["lm1b", "lm1b", "wikitext", "none"]
 
 
 def test_folders_are_sorted_and_splits_kept_apart(tmp_path):
@@ -248,8 +248,8 @@ def test_spacing_is_undone_as_the_field_does():
         "He said ' no ' twice .": "He said 'no' twice.",
         "a - b": "a - b",
     }
-    assert {text: detokenise.detokenise(text, "lm1b") for text in sentences} == sentences
-    assert detokenise.detokenise("1 @,@ 000 well @-@ known 2 @.@ 5", "wikitext") == "1,000 well-known 2.5"
+    assert {text: detokenise(text, "lm1b") for text in sentences} == sentences
+    assert detokenise("1 @,@ 000 well @-@ known 2 @.@ 5", "wikitext") == "1,000 well-known 2.5"
 
 
 RUN = """
@@ -371,7 +371,7 @@ BAD_VOCABULARIES = {
     "twice": ("vocab.txt", "[UNK]\n[CLS]\n[MASK]\na\na\n", r"line 5 repeats 'a'"),
     "too large": ("vocab.txt", "[UNK]\n[CLS]\n[MASK]\n" + "\n".join(map(str, range(65_536))), "stored in 16 bits"),
     "not utf-8": ("vocab.txt", b"[UNK]\n\xff\n", "cannot be read"),
-    "no json": ("tokenizer.json", "{", "is no tokenizer.json"),
+    "no json": ("tokenizer.json", "{", "tokenizer.json: cannot be read, damaged or cut off .JSONDecodeError"),
     "another model": ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}', "holds a BPE model; only WordPiece"),
     "none": ("vocabulary.txt", "a", "holds neither tokenizer.json nor vocab.txt"),
 }

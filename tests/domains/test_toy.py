@@ -62,7 +62,7 @@ def test_moons_are_those_of_scikit_learn() -> None:
 
 
 def test_law_sums_to_one_and_matches_200_000_fresh_rows(toy: Toy) -> None:
-    law = toy.cell_probabilities()
+    law = toy.density.law()
     assert law.shape == (50, 50) and law.dtype == torch.float64
     assert law.min() >= 0 and abs(law.sum().item() - 1) < 1e-12
     rows = toy.fresh(200_000, 11)
@@ -71,7 +71,7 @@ def test_law_sums_to_one_and_matches_200_000_fresh_rows(toy: Toy) -> None:
 
 def test_fresh_points_come_from_another_stream_than_training_points(toy: Toy) -> None:
     """Equal rows at equal positions are as frequent as for independent draws: the collision rate of the law."""
-    rate, fresh = toy.cell_probabilities().square().sum().item(), toy.fresh(20_000, 0)
+    rate, fresh = toy.density.law().square().sum().item(), toy.fresh(20_000, 0)
     for mine, other in ((fresh, toy.rows), (fresh, toy.fresh(20_000, 1)), (fresh[1:], toy.rows[:-1])):
         assert abs((mine == other).all(1).double().mean().item() - rate) < 5 * (rate / 20_000) ** 0.5
 
@@ -108,7 +108,7 @@ def test_ideal_factorised_is_the_law_of_the_chain(size: int, steps: int) -> None
 
 
 def test_one_step_coordination_matters_and_more_steps_regain_it(toy: Toy) -> None:
-    law = toy.cell_probabilities()
+    law = toy.density.law()
     product = ideal_factorised(law, 1)
     assert torch.special.xlogy(law, law / product.clamp_min(1e-300)).sum().item() > 0.6  # nats
     assert toys.overlap_of_law(product, law) < 55
@@ -132,7 +132,7 @@ def test_ceilings_of_fresh_data(toy: Toy) -> None:
 @pytest.mark.parametrize("name", PAPER)
 def test_exact_measures_agree_with_measured_pools(name: str) -> None:
     toy = ToyConfig(density=name).build(0)
-    law = toy.cell_probabilities()
+    law = toy.density.law()
     one_step = ideal_factorised(law, 1)
     drawn = torch.multinomial(one_step.flatten(), 20_000, True, generator=torch.Generator().manual_seed(1))
     valid, shared = toy.measure(torch.stack([drawn // 50, drawn % 50], dim=1))

@@ -16,7 +16,7 @@ from references import reverse_distribution
 from torch import Tensor
 
 from emoe.diffusion.masking import subs
-from emoe.domains.text.metrics import unigram_entropy
+from emoe.domains.metrics import unigram_entropy
 from emoe.evaluation.eval_lm import EvalLM
 from emoe.evaluation.gen_ppl import SETTINGS, score_tokens
 

@@ -121,8 +121,7 @@ def test_the_standard_error_is_that_of_other_draws():
 def experiment(text: Text, method: MethodConfig) -> Experiment:
     small = {"width": 8, "depth": 2, "heads": 2, "hidden": 16, "cond_size": 4, "time_size": 4, "dropout": 0.1}
     backbone, train = DiTConfig(causal=method.needs().causal, **small), TrainConfig(steps=2, batch=4)
-    domain = TextConfig(path=str(text._folder))
-    return Experiment(name="lm", domain=domain, backbone=backbone, method=method, train=train)
+    return Experiment(name="lm", domain=text.config, backbone=backbone, method=method, train=train)
 
 
 @pytest.fixture

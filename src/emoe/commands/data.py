@@ -39,7 +39,7 @@ def fetch(what: str, *, data_root: str | None = None, quiet: bool = False) -> in
         raise ConfigError([f"data: {what!r} is not known{hint(what, ['mnist', 'prepare'])}"])
     from emoe.domains.images import files
 
-    folder, total = files.data_root(data_root) or files.LOCAL, len(files.ORIGINAL)
+    folder, total = files.data_root(data_root), len(files.ORIGINAL)
     paths = files.missing(folder)
     if not paths:
         print(f"{folder}: all {total} files of MNIST are there and checked; nothing to download")

@@ -23,6 +23,17 @@ def check_file(path: Path, remedy: str) -> None:
 
 
 @contextmanager
+def readable(path: Path, remedy: str, problem: str = "cannot be read, damaged or cut off") -> Iterator[None]:
+    """Turn all errors about the content of a file into a `DataError` that ends with the remedy."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # parsers raise many kinds for damaged files
+        raise DataError(f"{path}: {problem} ({type(error).__name__}: {error}); {remedy}") from error
+
+
+@contextmanager
 def naming(source: str, *, typed: bool = False) -> Iterator[None]:
     """Put the name of a file before a `DataError`; turn that of typed text into a `ConfigError`."""
     try:

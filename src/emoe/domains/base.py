@@ -71,8 +71,7 @@ class Domain(ABC):
 
     def batches(self, batch: int, seed: int, *, device: Device = "cpu", rank: int = 0, world: int = 1) -> Batches:
         """The training batch of every step, as a function of the step."""
-        dtype = torch.uint8 if self.rows.dtype == torch.uint8 else torch.long
-        rows = self.rows if self.mapped else self.rows.to(device=device, dtype=dtype)
+        rows = self.rows if self.mapped else self.rows.to(device)
         return shuffled_batches(rows, batch, seed, device=device, rank=rank, world=world)
 
     def figure(self, pools: Pools, *, title: str = "") -> Figure:

@@ -69,10 +69,6 @@ class Toy(Domain):
     def fresh(self, n: int, seed: int) -> Int[Tensor, "n 2"]:
         return self._draw(n, "fresh", seed)
 
-    def cell_probabilities(self) -> Float[Tensor, "50 50"]:
-        """Exact law p(first token, second token) of the density, float64."""
-        return self.density.law()
-
     def measure(self, samples: Int[Tensor, "n 2"], seed: int = 0) -> list[Measurement]:
         """Validity (Eq. 39) of the first 3,000 samples, and overlap with rows of a stream of their own.
 

@@ -1,7 +1,7 @@
 """Generative perplexity: exp(NLL / tokens) of samples under an evaluation language model (Eq. 41).
 
 Implementations count different tokens, which matters for short texts, so every number has a named `Setting`. Samples
-with repetitions and common phrases have a low perplexity: compare at equal entropy, see `emoe.domains.text.metrics`.
+with repetitions and common phrases have a low perplexity: compare at equal entropy, see `emoe.domains.metrics`.
 """
 
 from __future__ import annotations

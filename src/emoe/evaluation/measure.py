@@ -105,7 +105,7 @@ def exact_rows(
     """
     if not isinstance(domain, Toy):
         raise ConfigError([f"exact: {experiment.name} is no toy; the law of other domains is too large to enumerate"])
-    data, support, radius = domain.cell_probabilities().double(), domain.support, domain.radius
+    data, support, radius = domain.density.law(), domain.support, domain.radius
     entropy = -data.xlogy(data).sum().item()
     metrics: dict[str, Callable[[Float[Tensor, "50 50"]], float]] = {
         "validity": lambda law: validity_of_law(law, support, radius),

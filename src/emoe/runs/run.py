@@ -100,7 +100,7 @@ class Run:
 
         Args:
             given: One or several files (.png for images; .txt for text; .npy, .csv), rows written out (`12,?`), or
-                texts with holes (`The cat ___ a bird.`, see `emoe.domains.text.given`); or rows as an array of shape
+                texts with holes (`The cat ___ a bird.`, see `emoe.domains.text.data`); or rows as an array of shape
                 (L,) or (m, L) with -1 or the mask for tokens to be drawn.
             n: Completions of each row.
             nfe: Network calls; default: the fewest of the experiment.

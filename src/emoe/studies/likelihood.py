@@ -76,7 +76,7 @@ def _exact(trained: Trained) -> Stage:
 def _truth(toy: Domain, experiment: Experiment) -> Stage:
     """The NLL of the rows under the law of the data."""
     assert isinstance(toy, Toy)
-    law, seed = toy.cell_probabilities(), experiment.seed
+    law, seed = toy.density.law(), experiment.seed
 
     def measure() -> list[Measurement]:
         return stages.numbers({"nll": exact_nll(law, held_out_rows(toy, ROWS, seed)).mean().item()}, ROWS)

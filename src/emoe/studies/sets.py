@@ -39,7 +39,8 @@ class Sets:
     def open(self, config: Any) -> Text:
         """A set, named after the path of its config even if it is in another folder."""
         if config not in self._built:
-            self._built[config] = Text(config, self.path(config))
+            self._built[config] = Text(dataclasses.replace(config, path=str(self.path(config))))
+            self._built[config].name = Path(config.path).name
         return self._built[config]
 
     @functools.cached_property

@@ -96,7 +96,7 @@ def _references(toy: Domain, experiment: Experiment) -> list[Stage]:
     reference = functools.partial(stages.reference, domain=toy, metric="overlap", n=count, seed=seed)
 
     def ideal(nfe: int) -> list[Measurement]:
-        law = ideal_factorised(toy.cell_probabilities(), nfe)
+        law = ideal_factorised(toy.density.law(), nfe)
         generator = torch.Generator().manual_seed(derive_seed(seed, "ideal", nfe))
         cell = torch.multinomial(law.flatten(), count, replacement=True, generator=generator)
         drawn = torch.stack([cell // law.shape[1], cell % law.shape[1]], dim=-1)

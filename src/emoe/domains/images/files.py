@@ -13,20 +13,16 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from emoe.domains import DataError
+from emoe.domains import DataError, readable
 from emoe.files import replace_file
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-LOCAL = Path("data")  # in the current folder
 TIMEOUT = 60  # seconds without an answer
 BLOCK = 1 << 16
 AGAIN = "delete it and download it again: emoe data mnist"
 
 Progress = Callable[[int, str], None]  # called with the bytes of each block and the name of its file
 
-TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")  # images, labels
-TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-ORIGINAL = (*TRAIN, *TEST)
 KNOWN = {  # sizes and SHA-256 of LeCun, Cortes and Burges's own files, packed and unpacked
     "train-images-idx3-ubyte.gz": (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
     "train-images-idx3-ubyte": (47_040_016, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
@@ -37,40 +33,31 @@ KNOWN = {  # sizes and SHA-256 of LeCun, Cortes and Burges's own files, packed a
     "t10k-labels-idx1-ubyte.gz": (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     "t10k-labels-idx1-ubyte": (10_008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 }
+ORIGINAL = tuple(name for name in KNOWN if not name.endswith(".gz"))  # images and labels to train on, then to test with
 
 
-def data_root(explicit: str | None = None) -> Path | None:
-    """The folder that holds data: the one given, else $EMOE_DATA, else ./data where that exists, else None."""
-    if named := explicit or os.environ.get("EMOE_DATA"):
-        return Path(named).expanduser()
-    return LOCAL if LOCAL.is_dir() else None
+def data_root(explicit: str | None = None) -> Path:
+    """The folder that holds data: the one given, else $EMOE_DATA, else ./data."""
+    return Path(explicit or os.environ.get("EMOE_DATA") or "data").expanduser()
 
 
-def find(root: Path | None, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
+def find(root: Path, names: Sequence[str] = ORIGINAL) -> dict[str, Path]:
     """Name -> path of every file, `name.gz` or `name`, in mnist/ below the data root or else in the root itself."""
-    folders = [] if root is None else [root, root / "mnist"]
+    folders = [root, root / "mnist"]
     candidates = [(name, folder / (name + end)) for name in names for folder in folders for end in ("", ".gz")]
     paths = {name: path for name, path in candidates if path.is_file()}
-    absent = [f"{name}[.gz]" for name in names if name not in paths]
-    if not absent:
-        return paths
-    where = f"no data folder is named and ./{LOCAL} does not exist"
-    if folders:
-        where = "looked in " + ", ".join(map(str, folders))
-    raise DataError(
-        f"missing {', '.join(absent)}: {where}; name the folder that holds them with "
-        "--data-root, --domain.root or EMOE_DATA, or download them: emoe data mnist"
-    )
+    if absent := [f"{name}[.gz]" for name in names if name not in paths]:
+        where = f"looked in {', '.join(map(str, folders))}"
+        remedy = "name the folder that holds them with --data-root, --domain.root or EMOE_DATA, or download them"
+        raise DataError(f"missing {', '.join(absent)}: {where}; {remedy}: emoe data mnist")
+    return paths
 
 
 def read_published(path: Path) -> bytes:
     """The content of a published file, unpacked, once its size and checksum are the known ones."""
     size, sha256 = KNOWN[path.name]
-    try:
+    with readable(path, "delete it and put a whole copy in its place"):
         content = path.read_bytes()
-    except OSError as error:
-        remedy = "delete it and put a whole copy in its place"
-        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); {remedy}") from None
     if len(content) != size:
         raise DataError(f"{path}: has {len(content):,} bytes, but the published file has {size:,}; {AGAIN}")
     digest = hashlib.sha256(content).hexdigest()

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -43,33 +43,11 @@ NEIGHBOUR_ROWS = 5_000  # rows on each side of precision, recall, density and co
 NEIGHBOURS = 5
 FOLDS = 10
 
-Pool = Integer[Tensor, "n _L"]
 Rows = Integer[Tensor, "n L"]
 Real = Integer[Tensor, "m L"]
 Trained = Integer[Tensor, "N L"]
-Labels = Int[Tensor, " m"]
 Points = Float[Tensor, "n F"]
 Others = Float[Tensor, "m F"]
-
-
-def measure_images(
-    samples: Pool, real: Real, trained: Trained, seed: int, classifier: Classifier | None, labels: Labels | None
-) -> list[Measurement]:
-    """All measures, those of features with a classifier; `seed` picks the rows that are compared, and the folds."""
-    if len(samples) < 2:
-        raise ValueError(f"{len(samples)} samples cannot be measured; draw at least 2")
-    if samples.shape[1] != real.shape[1]:
-        raise ValueError(f"samples have {samples.shape[1]} pixels, the data {real.shape[1]}")
-    if (samples == 2).any():
-        raise ValueError("some samples still hold masks; finish sampling before measuring")
-    if ((samples != 0) & (samples != 1)).any():
-        raise ValueError("pixels must be 0 or 1")
-    samples = samples.cpu()[permutation(len(samples), seed, "images", "samples")]
-    some = real.cpu()[permutation(len(real), seed, "images", "real")[:REAL_ROWS]]
-    measured = [] if classifier is None else of_features(classifier, samples, some, seed)
-    if classifier is not None and labels is not None:
-        measured.append(proportion("judge_accuracy", classifier.hits(real, labels)))
-    return measured + of_pixels(samples, some, trained)
 
 
 def of_features(classifier: Classifier, samples: Rows, real: Real, seed: int) -> list[Measurement]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from emoe.config import Config, option
-from emoe.domains.text.detokenise import Detokenise
 
 Packing = Literal["chunks", "wrap"]
+Detokenise = Literal["auto", "lm1b", "wikitext", "none"]  # auto: by the name of the file
 Errors = Literal["strict", "replace"]
 
 

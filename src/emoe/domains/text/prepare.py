@@ -32,9 +32,8 @@ from emoe import files as storage
 from emoe.config import ConfigError, to_dict
 from emoe.domains import DataError
 from emoe.domains.text import PrepareConfig
-from emoe.domains.text.detokenise import detokenise
 from emoe.domains.text.reading import SPLITS, Note, Slice, Source, Split, find_sources, sha256_of, slices
-from emoe.domains.text.tokens import Encoder, Vocabulary, load_library, read_vocabulary
+from emoe.domains.text.tokens import Encoder, Vocabulary, detokenise, load_library, read_vocabulary
 from emoe.files import StorageError
 
 SCHEMA = 1

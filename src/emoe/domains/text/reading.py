@@ -12,15 +12,15 @@ import hashlib
 import lzma
 import re
 import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
-from emoe.domains import DataError
-from emoe.domains.text.detokenise import SHARD, Detokenise, Style, style_of
+from emoe.domains import DataError, readable
+from emoe.domains.text import Detokenise
+from emoe.domains.text.tokens import Style
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -31,9 +31,9 @@ WORDS: dict[str, Split] = {
 }
 PACKED = (".gz", ".xz", ".bz2")
 TEXT = (".txt", ".text", ".tokens", ".raw", "")  # endings, once that of a packed file is removed
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BOM = b"\xef\xbb\xbf"
+SHARD = re.compile(r"news\.en(\.heldout)?-(\d+)-of-(\d+)")  # of the One Billion Word benchmark
 
 Note = Callable[[str], None]
 
@@ -48,7 +48,7 @@ class Source:
     sha256: str = ""
     size: int = 0
     styles: set[str] = field(default_factory=set)  # those that were used
-    parts: list[Path] = field(default_factory=list)  # see `parts`
+    parts: list[Path] = field(default_factory=list)  # files of encoded slices, in order
     starts: dict[Split, int] = field(default_factory=dict)  # split -> its tokens before those of this file
 
 
@@ -77,6 +77,14 @@ def split_of(name: str) -> Split | None:
     return None
 
 
+def style_of(name: str) -> Style:
+    """The style by the name of a file: shards of the One Billion Word benchmark and WikiText's `.tokens` are known."""
+    base = name.replace("\\", "/").rpartition("/")[2].lower()
+    if SHARD.match(base):
+        return "lm1b"
+    return "wikitext" if re.match(r"wiki\.(train|valid|test)\.(tokens|raw)", base) else "none"
+
+
 def is_text(name: str) -> bool:
     """Whether the name of a file in a folder or an archive is that of a text to read."""
     base = PurePosixPath(name.replace("\\", "/")).name.lower()
@@ -102,20 +110,16 @@ def find_sources(named: dict[Split | None, Sequence[Path]], style: Detokenise, n
             if not path.exists():
                 raise DataError(f"{path}: does not exist; check the path")
             if path.is_dir():
-                sources += _in_folder(path, given, style, note)
+                files = sorted(file for file in path.rglob("*") if file.is_file())
+                splits = [choose_split(str(file.relative_to(path)), given) for file in files]
+                _count(path, splits, note)
+                sources += [Source(file, split, style) for file, split in zip(files, splits, strict=True) if split]
             else:
                 by_name = None if is_archive(path) else split_of(path.name) or "train"
                 sources.append(Source(path, given or by_name, style))
     sources.sort(key=lambda source: SPLITS.index(source.split or "train"))
     _check_apart(sources)
     return sources
-
-
-def _in_folder(folder: Path, given: Split | None, style: Detokenise, note: Note) -> Iterator[Source]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    splits = [choose_split(str(file.relative_to(folder)), given) for file in files]
-    _count(folder, splits, note)
-    yield from (Source(file, split, style) for file, split in zip(files, splits, strict=True) if split)
 
 
 def choose_split(name: str, given: Split | None) -> Split | None:
@@ -163,7 +167,7 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
     A slice has at most `size` bytes and ends between documents where it can, else between lines.
     """
     path = source.path
-    try:
+    with readable(path, "give a whole copy"):
         before = path.stat()
         if not before.st_size:
             raise DataError(f"{path}: is empty; leave it out or give a whole copy")
@@ -171,8 +175,6 @@ def slices(source: Source, size: int, note: Note) -> Iterator[Slice]:
             for name, split, stream in _texts(source, _unpack(file), note):
                 yield from _cut(name, split, source, stream, file, size)
         source.sha256, source.size, after = sha256_of(path), before.st_size, path.stat()
-    except BROKEN as error:
-        raise DataError(f"{path}: cannot be read, damaged or cut off ({error}); give a whole copy") from None
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path}: changed while it was read; run again when nothing writes to it")
 
