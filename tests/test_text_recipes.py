@@ -138,7 +138,7 @@ LIKELIHOODS = {"mdlm": "bound@2 nelbo", "emoe": "bound@1 iw@1,2", "ar": "exact",
 @pytest.mark.parametrize(("method", "names"), (LIKELIHOODS | {"bd3lm": "nelbo bound@1"}).items())
 def test_test_perplexity(method: str, names: str, runs: dict[str, Run]) -> None:
     run, wanted = runs[method], [Likelihood.parse(name) for name in names.split()]
-    rows = measure_likelihoods(run.method, run.domain, run.experiment, wanted, rows=20)
+    rows = measure_likelihoods(run, wanted, rows=20)
     assert {row.task for row in rows} == {"text"} and {row.convention for row in rows} == set(names.split())
     for name in names.split():
         values = {row.metric: row for row in rows if row.convention == name}

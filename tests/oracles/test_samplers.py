@@ -15,7 +15,6 @@ from torch import Tensor
 from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
 from emoe.diffusion.categorical import top_p
-from emoe.evaluation.measure import measure_samples
 from emoe.exact.laws import chain_law
 from emoe.experiment import customise
 from emoe.methods.base import SamplerConfig
@@ -26,6 +25,7 @@ from emoe.methods.sedd import SEDDConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
+from emoe.runs.run import Run
 from emoe.runs.sampling import draw, record_calls
 from emoe.types import StepEvent, TokenSpace
 
@@ -159,11 +159,10 @@ def test_evaluation_uses_the_sampler_of_the_experiment(tmp_path: Path):
     plain = customise(get_recipe("rows-mdlm"), settings)
     changed = customise(plain, {"eval.sampler.kind": "reveal-first", "eval.sampler.nucleus": "0.5"})
     assert changed.name == f"{plain.name} eval.sampler.kind=reveal-first eval.sampler.nucleus=0.5"
-    domain = plain.domain.build(0)
-    method = plain.build_method(domain.space).eval()
-    values = {row.metric: row.value for row in measure_samples(method, domain, changed)}
+    method = plain.build_method(plain.domain.build(0).space).eval()
+    values = {row.metric: row.value for row in Run(tmp_path, changed, method, 0).evaluate()}
     assert 1 <= values["network_calls"] < 4
-    assert "network_calls" not in {row.metric for row in measure_samples(method, domain, plain)}
+    assert "network_calls" not in {row.metric for row in Run(tmp_path, plain, method, 0).evaluate()}
 
 
 def test_unknown_options_and_methods_with_a_sampler_of_their_own_are_refused(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Int, Integer
@@ -16,6 +17,7 @@ from emoe.rng import Rng, derive_seed
 from emoe.types import Likelihood, Measurement
 
 HELD_OUT = 2_000  # rows
+UNITS = ("nll", "bpd", "ppl")
 ROWS, LOGITS = 4096, 2**28  # rows of a call, and the most numbers that its logits may be
 
 
@@ -67,15 +69,16 @@ def estimate_nll(
     return Measurement("nll", statistics.fmean(means), error, len(rows))
 
 
-def in_units(nll: Measurement, length: int) -> list[Measurement]:
-    """An NLL in nats per row, and the same in bits per dimension and as perplexity per token.
+def in_units(nll: Measurement, length: int, metrics: Sequence[str] = UNITS) -> list[Measurement]:
+    """An NLL in nats per row, per token, in bits per dimension and as perplexity per token.
 
-    bpd = nll / (L ln 2) (Eq. 40), ppl = exp(nll / L); errors by the first derivative.
+    nll_token = nll / L, bpd = nll / (L ln 2) (Eq. 40), ppl = exp(nll / L); errors by the first derivative.
     """
-    bits = 1 / (length * math.log(2))
-    ppl = math.exp(nll.value / length)
-    errors = [None if nll.stderr is None else nll.stderr * scale for scale in (bits, ppl / length)]
-    return [nll, Measurement("bpd", nll.value * bits, errors[0], nll.n), Measurement("ppl", ppl, errors[1], nll.n)]
+    bits, ppl = 1 / (length * math.log(2)), math.exp(nll.value / length)
+    values = {"nll": nll.value, "nll_token": nll.value / length, "bpd": nll.value * bits, "ppl": ppl}
+    slopes = {"nll": 1.0, "nll_token": 1 / length, "bpd": bits, "ppl": ppl / length}
+    errors = {name: None if nll.stderr is None else nll.stderr * slope for name, slope in slopes.items()}
+    return [Measurement(metric, values[metric], errors[metric], nll.n) for metric in metrics]
 
 
 def factorised_nll(train: Integer[Tensor, "N L"], rows: Int[Tensor, "n L"], symbols: int) -> float:
@@ -99,3 +102,27 @@ def coordination_gain(bound_at_1: Measurement, factorised: float, length: int) -
     """
     error = None if bound_at_1.stderr is None else bound_at_1.stderr / length
     return Measurement("coordination_gain", (factorised - bound_at_1.value) / length, error, bound_at_1.n)
+
+
+def measure_nll(
+    method: Method,
+    domain: Domain,
+    likelihood: Likelihood,
+    count: int | None = None,
+    *,
+    metrics: Sequence[str] = UNITS,
+    factorised: Callable[..., float] | None = factorised_nll,
+    seed: int = 0,
+    batch: int | None = None,
+    tick: Tick | None = None,
+) -> list[Measurement]:
+    """A named likelihood of held-out rows (see `estimate_nll`); with bound@1 of a latent the coordination gain too.
+
+    `factorised` gives the NLL of the best factorised step; without it there is no gain.
+    """
+    rows, space = held_out_rows(domain, count, seed), method.space
+    nll = estimate_nll(method, rows, likelihood, seed=seed, batch=batch, tick=tick)
+    items = in_units(nll, space.length, metrics)
+    if factorised and method.has_latent and str(likelihood) == "bound@1":
+        items.append(coordination_gain(nll, factorised(domain.rows, rows, space.size), space.length))
+    return items

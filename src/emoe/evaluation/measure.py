@@ -1,11 +1,11 @@
-"""Rows of results of a trained model: metrics of samples, named likelihoods, exact measures of toy models."""
+"""Rows of results of a trained model: their identity, named likelihoods, exact measures of toy models."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -14,67 +14,39 @@ from emoe.config import ConfigError
 from emoe.console import Tick
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy, overlap_of_law, validity_of_law
-from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, in_units
+from emoe.evaluation.likelihood import measure_nll
 from emoe.exact.laws import exact_laws, kl_data_model
 from emoe.experiment import Experiment
-from emoe.methods.base import Method
 from emoe.reporting.results import Row
-from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
 
+if TYPE_CHECKING:
+    from emoe.runs.run import Run
 
-def row(
-    item: Measurement,
-    domain: Domain,
-    experiment: Experiment,
-    *,
-    nfe: int | None,
-    method: str | None = None,
-    convention: str | None = None,
-) -> Row:
-    """A measurement as a row of results; `method` is the experiment's by default."""
-    run: dict[str, Any] = {"task": domain.task, "data": domain.name, "recipe": experiment.name, "seed": experiment.seed}
-    return Row(method=method or experiment.method_name, nfe=nfe, convention=convention, **run, **vars(item))
+Fields = dict[str, Any]  # of rows, all but those of the measurement
 
 
-def described(method: Method, experiment: Experiment) -> dict[str, dict[str, str]]:
-    """Label and colour of a method under its name in results, which travel with its rows."""
-    label = method.label + experiment.method.variant()[1]
-    return {experiment.method_name: {"label": label, "colour": method.colour}}
+def fields_of(domain: Domain, experiment: Experiment | None = None, **own: Any) -> Fields:
+    """Fields of rows of an experiment, or without one of real data; no NFE and convention unless `own` has them."""
+    run: Fields = {"method": "data", "recipe": "reference", "seed": None}
+    if experiment is not None:
+        run = {"method": experiment.method_name, "recipe": experiment.name, "seed": experiment.seed}
+    return {"task": domain.task, "data": domain.name, "nfe": None, "convention": None, **run, **own}
 
 
-def measure_samples(
-    method: Method,
-    domain: Domain,
-    experiment: Experiment,
-    *,
-    nfe: Iterable[int] | None = None,
-    samples: int | None = None,
-    seed: int | None = None,
-    keep: Callable[[Pool], None] | None = None,
-) -> list[Row]:
-    """All metrics of the domain at each NFE, of `samples` rows.
+def rows_of(fields: Fields, items: Mapping[Any, Iterable[Measurement]]) -> list[Row]:
+    """Rows of measurements by convention."""
+    return [Row(**fields | {"convention": name}, **vars(item)) for name, group in items.items() for item in group]
 
-    The sampler and the defaults are those of the experiment. `keep` is called with every pool.
-    """
-    config = experiment.eval
-    seed = experiment.seed if seed is None else seed
-    rows: list[Row] = []
-    for calls in config.nfe if nfe is None else nfe:
-        pool = draw(method, samples or config.samples, calls, seed=seed, batch=config.batch, sampler=config.sampler)
-        if keep is not None:
-            keep(pool)
-        items = list(domain.measure(pool.samples, seed))
-        if config.sampler.kind != "plain":
-            items.append(Measurement("network_calls", pool.calls, None, len(pool.samples)))
-        rows += [row(item, domain, experiment, nfe=pool.nfe) for item in items]
-    return rows
+
+def described(run: Run) -> dict[str, dict[str, str]]:
+    """Label and colour of the method of a run under its name in results, which are stored with its rows."""
+    label = run.method.label + run.experiment.method.variant()[1]
+    return {run.experiment.method_name: {"label": label, "colour": run.method.colour}}
 
 
 def measure_likelihoods(
-    method: Method,
-    domain: Domain,
-    experiment: Experiment,
+    run: Run,
     wanted: Sequence[Likelihood],
     *,
     rows: int | None = None,
@@ -82,27 +54,18 @@ def measure_likelihoods(
     tick: Tick | None = None,
 ) -> list[Row]:
     """Named likelihoods of held-out rows; with bound@1 of a method with a latent the coordination gain too."""
-    seed, space = experiment.seed if seed is None else seed, method.space
-    held_out, measured = held_out_rows(domain, rows, seed), list[Row]()
-    for likelihood in wanted:
-        nll = estimate_nll(method, held_out, likelihood, seed=seed, tick=tick)
-        items = in_units(nll, space.length)
-        if str(likelihood) == "bound@1" and method.has_latent:
-            factorised = factorised_nll(domain.rows.cpu(), held_out.cpu(), space.size)
-            items.append(coordination_gain(nll, factorised, space.length))
-        measured += [row(item, domain, experiment, nfe=None, convention=str(likelihood)) for item in items]
-    return measured
+    seed = run.experiment.seed if seed is None else seed
+    items = {str(name): measure_nll(run.method, run.domain, name, rows, seed=seed, tick=tick) for name in wanted}
+    return rows_of(fields_of(run.domain, run.experiment), items)
 
 
-def exact_rows(
-    method: Method, domain: Domain, experiment: Experiment, nfe: Iterable[int], *, tick: Tick | None = None
-) -> list[Row]:
+def exact_rows(run: Run, nfe: Iterable[int], *, tick: Tick | None = None) -> list[Row]:
     """Validity, overlap, NLL and KL of the exact law of the T-step sampler of a toy run, convention `exact`.
 
     `validity` and `overlap` are in percent and compare with the exact law of the density (the largest overlap is 100).
-    `nll` = -sum of data * log model and `kl` = KL(data || model), in nats per row. Where a latent has to be drawn, they
-    are measures of the mean of several independent laws, with the standard error.
+    `nll` = -sum of data * log model and `kl` = KL(data || model), in nats per row.
     """
+    domain, experiment = run.domain, run.experiment
     if not isinstance(domain, Toy):
         raise ConfigError([f"exact: {experiment.name} is no toy; the law of other domains is too large to enumerate"])
     data, support, radius = domain.cell_probabilities().double(), domain.support, domain.radius
@@ -114,10 +77,16 @@ def exact_rows(
         "kl": lambda law: kl_data_model(data, law),
     }
     rows = []
-    for steps, laws in exact_laws(method, nfe, tick=tick).items():
-        for name, metric in metrics.items():
-            each = [metric(law) for law in laws]
-            error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
-            item = Measurement(name, metric(laws.mean(0)), error, None)
-            rows.append(row(item, domain, experiment, nfe=steps, convention="exact"))
+    for steps, laws in exact_laws(run.method, nfe, tick=tick).items():
+        items = [measure_laws(name, metric, laws) for name, metric in metrics.items()]
+        rows += rows_of(fields_of(domain, experiment, nfe=steps), {"exact": items})
     return rows
+
+
+def measure_laws(
+    name: str, metric: Callable[[Tensor], float], laws: Float[Tensor, "R *V"], n: int | None = None
+) -> Measurement:
+    """A measure of the mean of independent laws, with its standard error; one law, which is exact, has no error."""
+    each = [metric(law) for law in laws]
+    error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
+    return Measurement(name, metric(laws.mean(0)), error, n)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,16 +18,14 @@ from emoe.domains.base import Domain, Ink
 from emoe.engine.arithmetic import Precision
 from emoe.engine.callbacks import FitResult
 from emoe.evaluation.likelihood import estimate_nll, held_out_rows
-from emoe.evaluation.measure import measure_samples
+from emoe.evaluation.measure import fields_of, rows_of
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
+from emoe.reporting.results import Row
 from emoe.rng import Rng, derive_seed
 from emoe.runs.completion import Completion, Given, Keep, prepare
 from emoe.runs.sampling import Pool, draw
 from emoe.types import Likelihood, Measurement
-
-if TYPE_CHECKING:
-    from emoe.reporting.results import Row
 
 
 @dataclass(unsafe_hash=True, repr=False)
@@ -132,10 +130,28 @@ class Run:
         return estimate_nll(self.method, torch.as_tensor(rows).long(), Likelihood.parse(likelihood), seed=seed)
 
     def evaluate(
-        self, *, nfe: Iterable[int] | None = None, samples: int | None = None, seed: int | None = None
+        self,
+        *,
+        nfe: Iterable[int] | None = None,
+        samples: int | None = None,
+        seed: int | None = None,
+        keep: Callable[[Pool], None] | None = None,
     ) -> list[Row]:
-        """All metrics of the domain at each NFE, as rows of results."""
-        return measure_samples(self.method, self.domain, self.experiment, nfe=nfe, samples=samples, seed=seed)
+        """All metrics of the domain at each NFE, as rows of results; `keep` is called with every pool.
+
+        The sampler and the defaults are those of the experiment.
+        """
+        config, rows = self.experiment.eval, list[Row]()
+        seed = self.experiment.seed if seed is None else seed
+        for calls in config.nfe if nfe is None else nfe:
+            pool = self.pool(samples or config.samples, calls, seed=seed)
+            if keep is not None:
+                keep(pool)
+            items = [*self.domain.measure(pool.samples, seed)]
+            if config.sampler.kind != "plain":
+                items.append(Measurement("network_calls", pool.calls, None, len(pool.samples)))
+            rows += rows_of(fields_of(self.domain, self.experiment, nfe=calls), {None: items})
+        return rows
 
     @torch.no_grad()
     def log_probs(

@@ -23,7 +23,7 @@ import torch
 from emoe.console import Tick, meter
 from emoe.domains.base import Domain, DomainConfig
 from emoe.engine.callbacks import Callback, Deadline, StopSignal
-from emoe.evaluation.measure import described
+from emoe.evaluation.measure import Fields, described
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Curve, Panel, draw
@@ -34,7 +34,7 @@ from emoe.reporting.results import Results, Row, RunInfo, mean_over_seeds, recor
 from emoe.reporting.table import Table
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
-from emoe.studies.stages import TIMES, Fields, Stage, Trained, steps_done
+from emoe.studies.stages import TIMES, Stage, Trained, steps_done
 
 Task = Callable[[Tick], None]
 
@@ -269,7 +269,7 @@ class Study:
             began, methods = time.monotonic(), None
             with contextlib.ExitStack() as stack:
                 if run is not None:
-                    methods = described(run.run.method, run.experiment)
+                    methods = described(run.run)
                     stack.enter_context(run.run.method.backbone.register_forward_hook(count))
                 rows = stage.run()
             wall_s = round(time.monotonic() - self.began, 1)

@@ -22,15 +22,16 @@ from torch import Tensor
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.gen_ppl import SETTINGS, score
-from emoe.evaluation.likelihood import estimate_nll, held_out_rows
+from emoe.evaluation.likelihood import estimate_nll, held_out_rows, in_units
 from emoe.evaluation.mauve import SCALING, SEEDS, mauve
+from emoe.evaluation.measure import fields_of, rows_of
 from emoe.files import replace_file
 from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting
 from emoe.studies.eval_lm import EvalLMRun
 from emoe.studies.pools import Archive, PoolKey, digest
 from emoe.studies.sets import describe_text
-from emoe.studies.stages import Stage, fields_of, in_metrics, numbers, rows_of, stage
+from emoe.studies.stages import Stage, numbers, stage
 from emoe.types import Likelihood, Measurement
 
 COMPONENTS = 100  # of stored features
@@ -95,7 +96,7 @@ def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, 
         values: dict[str, float] = {"judge_step": lm.run.step, "pca_dimensions": components}
         values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
         items = {
-            "exact": in_metrics(nll, lm.context, ("nll_token", "ppl")),
+            "exact": in_units(nll, lm.context, ("nll_token", "ppl")),
             None: [*numbers(values), *numbers({"pca_share": 100 * share}, len(rows))],
         }
         real = {setting: [score(lm, text, rows, setting).perplexity()] for setting in SETTINGS}

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from emoe.engine.metricslog import read_metrics
+from emoe.evaluation.measure import rows_of
 from emoe.reporting.results import Row
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
 from emoe.runs.sampling import record_calls
-from emoe.studies.stages import Stage, Trained, numbers, rows_of, stage
+from emoe.studies.stages import Stage, Trained, numbers, stage
 from emoe.types import Measurement
 
 LAST_RECORDS = 10  # of the log, whose mean describes the end of training
