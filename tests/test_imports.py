@@ -55,7 +55,7 @@ LAYERS: dict[str, list[str]] = {
     "runs*": [*RUNS, "evaluation.likelihood", "evaluation.measure", "reporting.*", "figures.base"],
     "studies*": MEASURES,
     "commands*": [*MEASURES, "studies*"],
-    "cli": ["commands", "config"],
+    "cli": ["config"],
     "__init__": ["rng", "runs.*"],
     "__main__": ["cli"],
 }

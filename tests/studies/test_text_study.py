@@ -28,8 +28,7 @@ from emoe.reporting.text import GREEDY, in_setting
 from emoe.runs.run import Run
 from emoe.runs.train import load_run
 from emoe.studies import eval_lm, scores, text, training
-from emoe.studies.pools import Archive, PoolKey
-from emoe.studies.samples import escape
+from emoe.studies.pools import Archive, PoolKey, escape
 from emoe.studies.stages import steps_done
 from emoe.types import Likelihood, Measurement
 

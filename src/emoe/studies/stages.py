@@ -27,13 +27,12 @@ from emoe.reporting.results import Results, Row
 from emoe.runs.run import Run
 from emoe.runs.sampling import draw
 from emoe.runs.train import load_run
-from emoe.studies.pools import RUN, Archive, PoolKey
+from emoe.studies.pools import RUN, SHOWN, Archive, PoolKey
 from emoe.types import Likelihood, Measurement
 
 if TYPE_CHECKING:
     from emoe.studies.pipeline import Study
 
-SHOWN = 2  # samples of a pool that are saved as text
 TIMES = "times.jsonl"  # in a run folder: seconds of every part of its training
 Measure = Callable[[], Iterable[Measurement]]
 

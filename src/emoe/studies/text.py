@@ -36,8 +36,7 @@ from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import levels, mean_curve
-from emoe.studies.pools import Archive
-from emoe.studies.samples import samples_page
+from emoe.studies.pools import Archive, samples_page
 from emoe.studies.scores import mauve_stages, score_stages
 from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
