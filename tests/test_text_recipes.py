@@ -14,8 +14,7 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
 from emoe.evaluation import likelihood
-from emoe.evaluation.likelihood import estimate_nll
-from emoe.evaluation.measure import measure_likelihoods
+from emoe.evaluation.measure import estimate_nll, measure_likelihoods
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.recipes import get_recipe

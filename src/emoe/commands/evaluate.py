@@ -61,8 +61,7 @@ def evaluate(
         emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500
         emoe eval runs/news --eval-lm models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it
     """
-    from emoe.evaluation.likelihood import passes
-    from emoe.evaluation.measure import described, exact_rows, measure_likelihoods
+    from emoe.evaluation.measure import described, exact_rows, measure_likelihoods, passes
     from emoe.exact.laws import law_work
     from emoe.reporting.provenance import describe_machine
     from emoe.reporting.results import Results, Row, RunInfo, record
@@ -119,8 +118,7 @@ def text_lm(run: Run, folder: str, device: str) -> EvalLM:
 def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | None, lm: EvalLM | None) -> list[Row]:
     """Measures of samples at each NFE; with an evaluation LM also their perplexity and that of held-out rows."""
     from emoe.evaluation.gen_ppl import score
-    from emoe.evaluation.likelihood import held_out_rows
-    from emoe.evaluation.measure import fields_of, rows_of
+    from emoe.evaluation.measure import fields_of, held_out_rows, rows_of
 
     domain: Any = run.domain
     pools: list[Pool] = []

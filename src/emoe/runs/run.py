@@ -17,8 +17,7 @@ from emoe.config import ConfigError
 from emoe.domains.base import Domain, Ink
 from emoe.engine.arithmetic import Precision
 from emoe.engine.callbacks import FitResult
-from emoe.evaluation.likelihood import estimate_nll, held_out_rows
-from emoe.evaluation.measure import fields_of, rows_of
+from emoe.evaluation.measure import estimate_nll, fields_of, held_out_rows, rows_of
 from emoe.experiment import Experiment
 from emoe.methods.base import Method
 from emoe.reporting.results import Row

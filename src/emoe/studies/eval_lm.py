@@ -22,7 +22,7 @@ from emoe.engine.arithmetic import arithmetic
 from emoe.engine.callbacks import EarlyStopping, FitInfo
 from emoe.engine.metricslog import read_metrics
 from emoe.evaluation.eval_lm import RunLM
-from emoe.evaluation.likelihood import estimate_nll
+from emoe.evaluation.measure import estimate_nll
 from emoe.experiment import Experiment, customise
 from emoe.files import replace_file
 from emoe.recipes import get_recipe

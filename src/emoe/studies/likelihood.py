@@ -7,8 +7,7 @@ from pathlib import Path
 
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
-from emoe.evaluation.likelihood import held_out_rows
-from emoe.evaluation.measure import measure_laws
+from emoe.evaluation.measure import held_out_rows, measure_laws
 from emoe.exact.laws import exact_laws, exact_nll
 from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Curve, Panel

@@ -22,9 +22,8 @@ from torch import Tensor
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.gen_ppl import SETTINGS, score
-from emoe.evaluation.likelihood import estimate_nll, held_out_rows, in_units
 from emoe.evaluation.mauve import SCALING, SEEDS, mauve
-from emoe.evaluation.measure import fields_of, rows_of
+from emoe.evaluation.measure import estimate_nll, fields_of, held_out_rows, in_units, rows_of
 from emoe.files import replace_file
 from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting

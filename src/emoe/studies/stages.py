@@ -19,8 +19,7 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.evaluation.likelihood import factorised_nll, measure_nll, passes
-from emoe.evaluation.measure import Fields, exact_rows, fields_of
+from emoe.evaluation.measure import Fields, exact_rows, factorised_nll, fields_of, measure_nll, passes
 from emoe.experiment import Experiment
 from emoe.methods.base import Method, SamplerConfig
 from emoe.reporting.results import Results, Row

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
-from emoe.evaluation.likelihood import HELD_OUT
+from emoe.evaluation.measure import HELD_OUT
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write

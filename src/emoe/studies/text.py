@@ -23,7 +23,7 @@ from emoe.console import meter
 from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
-from emoe.evaluation.likelihood import factorised_nll
+from emoe.evaluation.measure import factorised_nll
 from emoe.experiment import Experiment
 from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
