@@ -24,7 +24,6 @@ from emoe.engine.metricslog import read_metrics
 from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.measure import estimate_nll
 from emoe.experiment import Experiment, customise
-from emoe.files import replace_file
 from emoe.recipes import get_recipe
 from emoe.runs.train import load_run
 from emoe.studies.stages import Trained, steps_done
@@ -122,13 +121,9 @@ class KeepBest(EarlyStopping):
 
     def _keep(self, newest: Path) -> None:
         """Make a checkpoint the only one of the folder of the best step."""
-        target = self.run.best_path / "checkpoints" / newest.name
-        if not target.exists():
-            draft = target.with_name(f".tmp-{newest.name}")
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.copytree(newest, draft)
-            replace_file(self.run.best_path / "experiment.json", (self.run.path / "experiment.json").read_bytes())
-            draft.rename(target)
-        for other in target.parent.glob("step-*"):
-            if other != target:
+        best, folder = checkpoint.load(newest), self.run.best_path / "checkpoints"
+        self.run.experiment.save(self.run.best_path / "experiment.json")
+        checkpoint.save(folder, best.step, best.tensors, best.meta, keep=1)
+        for other in folder.glob("step-*"):  # also of later steps, from a run that was removed
+            if other.name != newest.name:
                 shutil.rmtree(other)
