@@ -85,7 +85,7 @@ class Study(pipeline.Study):
         config, options = run.experiment.eval, self.options
         batch = max(1, min(config.batch, TOKENS // run.domain.space.length))
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
-        work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
+        work = [stages.likelihood(run, name, options.rows, metrics=("nll", "bpd"), batch=batch) for name in names]
         samples = options.samples or config.samples
         work += [stages.pool(run, nfe, samples, keep=EDGE * EDGE) for nfe in steps]
         real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), samples)

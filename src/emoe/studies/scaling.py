@@ -32,7 +32,6 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # name -> recipe and change
     "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
 }
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
-HELD_OUT_ROWS = 2_000  # of bound@1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class Study(pipeline.Study):
         return runs
 
     def stages(self, run: Trained) -> list[Stage]:
-        config, bound = run.experiment.eval, stages.likelihood(run, "bound@1", HELD_OUT_ROWS)
+        config, bound = run.experiment.eval, stages.likelihood(run, "bound@1")
         pools = [stages.pool(run, nfe, config.samples) for nfe in config.nfe]
         ideal = [_ideal(run.domain, nfe) for nfe in config.nfe]
         return [*stages.times(run), *pools, bound, *training.routing(run), *ideal]

@@ -19,7 +19,7 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.evaluation.measure import Fields, exact_rows, factorised_nll, fields_of, measure_nll, passes
+from emoe.evaluation.measure import HELD_OUT, Fields, exact_rows, factorised_nll, fields_of, measure_nll, passes
 from emoe.experiment import Experiment
 from emoe.methods.base import Method, SamplerConfig
 from emoe.reporting.results import Results, Row
@@ -204,9 +204,9 @@ def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
 def likelihood(
     trained: Trained,
     name: str,
-    count: int,
-    metrics: Sequence[str] = ("nll",),
+    count: int = HELD_OUT,
     *,
+    metrics: Sequence[str] = ("nll",),
     batch: int | None = None,
     factorised: Callable[..., float] = factorised_nll,
     zero_shot: Domain | None = None,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
-from emoe.evaluation.measure import HELD_OUT
+from emoe.evaluation.measure import UNITS
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write
@@ -85,7 +85,7 @@ class Study(pipeline.Study):
             work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
         else:
             work += [stages.pool(run, calls, run.experiment.eval.samples) for calls in nfe]
-        gain = stages.likelihood(run, "bound@1", HELD_OUT, ("nll", "bpd", "ppl"))
+        gain = stages.likelihood(run, "bound@1", metrics=UNITS)
         return work + [gain] * (GAIN in metrics)
 
     def write(self, results: Results) -> None:
