@@ -6,10 +6,14 @@ held-out rows. MAUVE is computed from the stored features and needs neither the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import statistics
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from emoe.domains.text.data import Text
-from emoe.evaluation.eval_lm import RunLM
+from emoe.evaluation.eval_lm import RunLM, import_extra
 from emoe.evaluation.gen_ppl import SETTINGS, score
-from emoe.evaluation.mauve import SCALING, SEEDS, mauve
 from emoe.evaluation.measure import estimate_nll, fields_of, held_out_rows, in_units, rows_of
 from emoe.files import replace_file
 from emoe.reporting.results import Row
@@ -35,6 +38,9 @@ from emoe.types import Likelihood, Measurement
 
 COMPONENTS = 100  # of stored features
 FEATURE_BYTES = 500_000  # of the stored features of a pool
+SEEDS = (1, 2, 3)  # of k-means, on which MAUVE depends
+SCALING = 5.0  # of divergences, in MAUVE
+Features = Tensor | NDArray[Any]
 
 
 def principal_components(features: Float[Tensor, "n F"], count: int = COMPONENTS) -> tuple[Tensor, Tensor, float]:
@@ -142,10 +148,42 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
     done, made_of = archive.manifest.setdefault("mauve", {}), digest(*pair)
 
     def measure() -> list[Measurement]:
-        values = mauve(*(torch.from_numpy(features).double() for features in pair))
+        values = mauve(*pair)
         done[str(key)] = made_of
         archive.save()
         return numbers({"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}, n)
 
     name = f"MAUVE of {archive.path.stem}, {key}"
     return stage(name, archive.fields(key), measure, "mauve", current=lambda: done.get(str(key)) == made_of)
+
+
+def mauve(samples: Float[Features, "n F"], real: Float[Features, "m F"]) -> list[float]:
+    """MAUVE (Pillutla et al., 2021), from 0 to 1, of features of samples and of real rows, for each of the `SEEDS`.
+
+    Both sets are put into k-means clusters together, a tenth of the smaller set; p and q are their shares, and the
+    value is the area under (exp(-c KL(q | r)), exp(-c KL(p | r))) for the mixtures r of p and q, with c = 5.
+    """
+    if min(len(samples), len(real)) < 4:
+        raise ValueError("MAUVE needs at least 4 rows on each side")
+    points = [np.asarray(features, np.float64) for features in (samples, real)]
+    if not all(np.isfinite(part).all() for part in points):
+        raise ValueError("some features are not finite")
+    library, options = import_extra("mauve"), {"num_buckets": "auto", "mauve_scaling_factor": SCALING, "verbose": False}
+    with warnings.catch_warnings(), _silent_stderr():
+        warnings.simplefilter("ignore")
+        outs = [library.compute_mauve(p_features=points[0], q_features=points[1], seed=s, **options) for s in SEEDS]
+    return [float(out.mauve) for out in outs]
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Discard standard error: k-means writes a line of advice there for every seed."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
