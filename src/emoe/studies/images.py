@@ -14,7 +14,7 @@ import torch
 from jaxtyping import UInt8
 
 from emoe.config import ConfigError
-from emoe.domains.base import Domain, DomainConfig
+from emoe.domains.base import Domain, DomainConfig, permutation
 from emoe.domains.images import Images, as_images
 from emoe.experiment import Experiment
 from emoe.figures.base import save
@@ -126,7 +126,7 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
     count = min(count, len(images.rows))
 
     def measure() -> list[Measurement]:
-        order = torch.randperm(len(images.rows), generator=torch.Generator().manual_seed(derive_seed("real images")))
+        order = permutation(len(images.rows), "real images")
         compared = {item.metric: item for item in images.measure(images.rows[order[:count]].long())}
         items = images.measure(images.test_rows.long())
         return [compared[item.metric] if item.metric in COMPARING else item for item in items]

@@ -26,7 +26,7 @@ from torch import Tensor
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import RunLM, import_extra
 from emoe.evaluation.gen_ppl import SETTINGS, score
-from emoe.evaluation.measure import estimate_nll, fields_of, held_out_rows, in_units, rows_of
+from emoe.evaluation.measure import fields_of, held_out_rows, measure_nll, rows_of
 from emoe.files import replace_file
 from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting
@@ -81,7 +81,7 @@ def score_stages(run: EvalLMRun, text: Text, pools: Sequence[Archive], rows: int
 
 def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, count: int, page: Path) -> Stage:
     """The evaluation LM on held-out rows: its likelihood, its best step, principal components of its features."""
-    own = fields_of(text, method="judge", recipe=run.experiment.name, seed=run.experiment.seed)
+    own = run.fields(text, method="judge")
     made_of = {"judge": lm.sha256, "split": describe_text(text)["split_sha256"]}
 
     def work() -> list[Row]:
@@ -92,16 +92,15 @@ def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, 
         reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy(), "features": reduced}
         pca: dict[str, Any] = {"dimensions": components, "of": size, "variance_kept": round(share, 4)}
         pca |= {"fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16"}
-        mauve = {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"}
+        clustering = {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"}
         made = {"judge": lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS)}
-        reference.manifest = describe_text(text) | made | {"pca": pca, "mauve": mauve}
+        reference.manifest = describe_text(text) | made | {"pca": pca, "mauve": clustering}
         reference.save()
         replace_file(page, json.dumps(reference.manifest, indent=1, sort_keys=True) + "\n")
-        nll = estimate_nll(lm.run.method, held_out_rows(text, count, 0), Likelihood("exact"))
         values: dict[str, float] = {"judge_step": lm.run.step, "pca_dimensions": components}
         values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
         items = {
-            "exact": in_units(nll, lm.context, ("nll_token", "ppl")),
+            "exact": measure_nll(lm.run.method, text, Likelihood("exact"), count, metrics=("nll_token", "ppl")),
             None: [*numbers(values), *numbers({"pca_share": 100 * share}, len(rows))],
         }
         real = {setting: [score(lm, text, rows, setting).perplexity()] for setting in SETTINGS}
