@@ -67,15 +67,14 @@ def _limits(metadata: Mapping[str, Any]) -> list[tuple[str, Any, float]]:
     return [(sign, holds, metadata[name]) for name, sign, holds in limits if metadata.get(name) is not None]
 
 
-def in_range(number: float, metadata: Mapping[str, Any]) -> bool:
-    """Whether a number is finite and in the range of a field."""
+def _in_range(number: float, metadata: Mapping[str, Any]) -> bool:
     # The comparison with infinity is correct also for whole numbers that no float can represent.
     return -math.inf < number < math.inf and all(holds(number, limit) for _, holds, limit in _limits(metadata))
 
 
 def allowed_range(metadata: Mapping[str, Any]) -> str:
     """The range of a field as text: `>= 1`, `> 0 and <= 1`, or an empty string."""
-    return " and ".join(f"{sign} {limit}" for sign, _, limit in _limits(metadata))
+    return " and ".join(f"{sign} {limit:g}" for sign, _, limit in _limits(metadata))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ class Config:
         problems = []
         for field in dataclasses.fields(self):
             numbers = _numbers(getattr(self, field.name))
-            if wrong := [number for number in numbers if not in_range(number, field.metadata)]:
+            if wrong := [number for number in numbers if not _in_range(number, field.metadata)]:
                 allowed = allowed_range(field.metadata) or "a finite number"
                 problems.append(f"{field.name}: must be {allowed}, got {_short.repr(wrong[0])}")
         if problems := problems or list(self.conflicts()):

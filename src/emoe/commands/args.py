@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import re
 import shlex
 from argparse import ArgumentTypeError
@@ -29,7 +30,7 @@ from shutil import get_terminal_size
 from textwrap import dedent, fill
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from emoe.config import ConfigError, allowed_range, alternatives, hint, in_range
+from emoe.config import ConfigError, alternatives, hint
 from emoe.overrides import as_text, field_hint, paths
 
 NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
@@ -47,8 +48,12 @@ COMMON = {
 class Range(NamedTuple):
     """Smallest and largest number that is allowed."""
 
-    low: float | None = None
-    high: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        ends = ((">=", self.low), ("<=", self.high))
+        return " and ".join(f"{sign} {end}" for sign, end in ends if not math.isinf(end))
 
 
 Steps = Annotated[int, Range(1, 10_000)]
@@ -119,8 +124,9 @@ class Command:
         elif positional and not required:
             options["nargs"] = "?"
         if kind is not bool:
-            limits = next((extra._asdict() for extra in extras if isinstance(extra, Range)), about)
-            options["type"] = functools.partial(read, get_args(kind)[0] if options.get("action") else kind, limits)
+            limits = {end: about[end] for end in ("low", "high") if about.get(end) is not None}
+            element = get_args(kind)[0] if options.get("action") else Annotated[annotation, Range(**limits)]
+            options["type"] = functools.partial(read, element)
         if positional:
             self.parser.add_argument(name, **options)
             return
@@ -188,8 +194,9 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     return annotation, ()
 
 
-def read(kind: Any, limits: Mapping[str, Any], word: str) -> Any:
+def read(annotation: Any, word: str) -> Any:
     """The value of a word: int, float, str, Path, Literal, or a tuple of them as `1,2,4`."""
+    kind, extras = unwrap(annotation)
     several = get_origin(kind) is tuple
     element = get_args(kind)[0] if several else kind
     if get_origin(kind) is Literal:
@@ -198,14 +205,14 @@ def read(kind: Any, limits: Mapping[str, Any], word: str) -> Any:
         return word
     if element not in NUMBERS:
         return tuple(element(part.strip()) for part in word.split(",") if part.strip()) if several else kind(word)
-    allowed = allowed_range(limits)
+    allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
     try:
         values = tuple(map(element, word.split(",") if several else [word]))
     except ValueError:
         expected = f"{NUMBERS[element]}s" if several else f"one {NUMBERS[element]}"
         raise ArgumentTypeError(f"expected {f'{expected} {allowed}'.rstrip()}, got {word!r}") from None
-    if not all(in_range(value, limits) for value in values):
-        raise ArgumentTypeError(f"must be {allowed or 'finite'}, got {word}")
+    if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
+        raise ArgumentTypeError(f"must be {str(allowed) or 'finite'}, got {word}")
     return values if several else values[0]
 
 
