@@ -87,11 +87,7 @@ class Study:
             print(f"{self.options.command}: stopped and saved; the same command continues", file=sys.stderr)
             return 128 + self.stop.requested
         if self.options.only in self.writing_parts:
-            if (results := self.known()).rows:
-                self.write(results)
-                self.note(f"written: {', '.join(map(str, self.written)) or 'nothing, all is up to date'}")
-            else:
-                print("nothing is measured yet")
+            self.finish()
         return self.close()
 
     def work(self) -> None:
@@ -137,6 +133,15 @@ class Study:
         left = [stage for stage in stages if not stage.done(results)]
         with meter(sum(stage.rows for stage in left), label, quiet=self.options.quiet) as tick:
             self._measure(left, tick)
+
+    def finish(self) -> None:
+        """Write and print all results."""
+        results = self.known()
+        if results.rows:
+            self.write(results)
+            self.note(f"written: {', '.join(map(str, self.written)) or 'nothing, all is up to date'}")
+        else:
+            print("nothing is measured yet")
 
     def page(self, name: str, text: str) -> None:
         """Write a page of Markdown unless it has this content."""
