@@ -33,8 +33,7 @@ Fields = dict[str, Any]  # of rows, all but those of the measurement
 
 def held_out_rows(domain: Domain, count: int | None, seed: int) -> Int[Tensor, "n L"]:
     """`count` rows that were not trained on; default: 2,000, or all where there are fewer."""
-    if count is None:
-        count = HELD_OUT if domain.fresh_rows is None else min(HELD_OUT, domain.fresh_rows)
+    count = min(HELD_OUT, domain.fresh_rows or HELD_OUT) if count is None else count
     return domain.fresh(count, derive_seed(seed, "held out"))
 
 

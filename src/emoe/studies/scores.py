@@ -30,9 +30,8 @@ from emoe.evaluation.measure import fields_of, held_out_rows, measure_nll, rows_
 from emoe.files import replace_file
 from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting
-from emoe.studies.eval_lm import EvalLMRun
+from emoe.studies.eval_lm import EvalLMRun, describe_text
 from emoe.studies.pools import Archive, PoolKey, digest
-from emoe.studies.sets import describe_text
 from emoe.studies.stages import Stage, numbers, stage
 from emoe.types import Likelihood, Measurement
 

@@ -33,12 +33,11 @@ from emoe.reporting.table import models
 from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
-from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
+from emoe.studies.eval_lm import EvalLMRun, KeepBest, Sets, describe_text, eval_lm_experiment
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import levels, mean_curve
 from emoe.studies.pools import Archive, samples_page
 from emoe.studies.scores import mauve_stages, score_stages
-from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Likelihood
 
