@@ -58,7 +58,7 @@ def principal_components(features: Float[Tensor, "n F"], count: int = COMPONENTS
 
 
 def reduce(features: Float[Tensor, "n F"], mean: Tensor, directions: Tensor) -> NDArray[np.float16]:
-    """Features in principal components as they are stored, at most `FEATURE_BYTES` of them."""
+    """Features in principal components in half precision, at most `FEATURE_BYTES`."""
     most = FEATURE_BYTES // (2 * directions.shape[1])
     reduced: NDArray[np.float64] = ((features[:most].double() - mean.double()) @ directions.double()).numpy()
     return reduced.astype("<f2")

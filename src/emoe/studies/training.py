@@ -33,7 +33,7 @@ Record = Mapping[str, Any]
 
 
 def means(records: Sequence[Record], keys: Collection[str]) -> list[Measurement]:
-    """Means over log records, as far as they are finite.
+    """Finite means over log records.
 
     Of usage it is the entropy of the mean: of the aggregate posterior, up to the draws of a batch.
     """
