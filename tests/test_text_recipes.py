@@ -13,7 +13,7 @@ from small import Settings, trained
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.evaluation import likelihood
+from emoe.evaluation import measure
 from emoe.evaluation.measure import estimate_nll, measure_likelihoods
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
@@ -160,6 +160,6 @@ def test_likelihoods_of_large_vocabularies_are_made_of_few_rows_at_a_time(
     monkeypatch.setattr(type(run.method), "nll", counted)
     rows, bound = run.domain.fresh(20, 0), Likelihood("bound", 1)
     estimate_nll(run.method, rows, bound, repeats=1)
-    monkeypatch.setattr(likelihood, "LOGITS", 7 * 16 * run.method.space.size)
+    monkeypatch.setattr(measure, "LOGITS", 7 * 16 * run.method.space.size)
     estimate_nll(run.method, rows, bound, repeats=1)
     assert sizes == [20, 7, 7, 6]
