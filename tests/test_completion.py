@@ -16,8 +16,7 @@ from emoe.domains.base import DataError, Ink
 from emoe.domains.images import DigitsConfig, MNISTConfig
 from emoe.domains.rows import RowsConfig
 from emoe.domains.toy import ToyConfig
-from emoe.runs.completion import Completion, check_beginnings, prepare
-from emoe.runs.run import Run
+from emoe.runs.run import Completion, Run, check_beginnings, prepare
 from emoe.types import TokenSpace
 
 DIGITS, MNIST = (TokenSpace(size=3, mask_id=2, length=side**2) for side in (8, 32))

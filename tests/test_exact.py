@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
 from emoe.domains.toy import ToyConfig, validity_of_law
 from emoe.evaluation.measure import exact_rows
 from emoe.exact.laws import chain_law, chain_laws, exact_laws, exact_nll, kl_data_model, law_work
+from emoe.methods.base import Method
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.masked import MaskedDiffusion
 from emoe.methods.mdlm import MDLMConfig
@@ -25,6 +27,7 @@ from emoe.methods.sedd import SEDDConfig
 from emoe.methods.vadd import VADDConfig, gaussian_grid, gaussian_points
 from emoe.recipes import get_recipe
 from emoe.routing.routes import greedy
+from emoe.runs.run import Run
 from emoe.types import Mixture, TokenSpace
 
 MODELS = {
@@ -192,7 +195,13 @@ def test_exact_rows_of_a_toy_run():
     toy, experiment = ToyConfig(density="8-modes", points=5_000).build(0), get_recipe("toy-8modes-emoe")
     sizes, data = TransformerConfig(width=16, heads=2, hidden=16, time_size=8), toy.density.law()
     method = scramble(EMoEConfig(experts=4).build(toy.space, sizes), 1)
-    rows = exact_rows(method, toy, experiment, [1, 2])
+
+    def run_of(method: Method) -> Run:
+        run = Run(Path(), experiment, method, 0)
+        run.domain = toy
+        return run
+
+    rows = exact_rows(run_of(method), [1, 2])
     assert {(row.convention, row.stderr, row.n) for row in rows} == {("exact", None, None)} and len(rows) == 8
     values = {(row.nfe, row.metric): row.value for row in rows}
     for steps in (1, 2):
@@ -202,4 +211,4 @@ def test_exact_rows_of_a_toy_run():
         assert values[steps, "validity"] == validity_of_law(law, toy.support, toy.radius)
         assert 0 < values[steps, "overlap"] < 100
     vadd = VADDConfig(latent=3).build(toy.space, sizes)
-    assert all(row.stderr > 0 for row in exact_rows(vadd, toy, experiment, [1]))
+    assert all(row.stderr > 0 for row in exact_rows(run_of(vadd), [1]))

@@ -10,7 +10,7 @@ from small import network, stepper_of
 
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.domains.images import Digits
-from emoe.evaluation.likelihood import estimate_nll, factorised_nll
+from emoe.evaluation.measure import estimate_nll, factorised_nll
 from emoe.methods.emoe import EMoEConfig
 from emoe.overrides import override
 from emoe.recipes import get_recipe

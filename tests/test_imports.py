@@ -52,10 +52,10 @@ LAYERS: dict[str, list[str]] = {
     "runs.sampling": [*BASE, "diffusion.*", "engine.arithmetic", "methods.base"],
     "exact*": [*NETWORKS, "methods.base", "runs.sampling"],
     "evaluation*": [*RUNS, "exact.*", "reporting.results"],
-    "runs*": [*RUNS, "evaluation.likelihood", "evaluation.measure", "reporting.*", "figures.base"],
+    "runs*": [*RUNS, "evaluation.measure", "reporting.*", "figures.base"],
     "studies*": MEASURES,
     "commands*": [*MEASURES, "studies*"],
-    "cli": ["commands", "config"],
+    "cli": ["config"],
     "__init__": ["rng", "runs.*"],
     "__main__": ["cli"],
 }

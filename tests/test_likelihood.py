@@ -12,7 +12,7 @@ from torch import Tensor
 
 from emoe.config import ConfigError
 from emoe.diffusion.schedule import LogLinearSchedule
-from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, in_units
+from emoe.evaluation.measure import coordination_gain, estimate_nll, factorised_nll, in_units
 from emoe.methods.emoe import EMoEConfig
 from emoe.methods.mdlm import MDLMConfig
 from emoe.methods.vadd import VADD, VADDConfig

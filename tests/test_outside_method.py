@@ -17,7 +17,7 @@ from small import TRANSFORMER, Settings, trained
 import emoe
 import emoe.recipes
 from emoe.config import ConfigError
-from emoe.evaluation.measure import described, measure_likelihoods, measure_samples
+from emoe.evaluation.measure import described, measure_likelihoods
 from emoe.exact.checks import tiny_methods, verify
 from emoe.exact.laws import chain_law
 from emoe.methods.base import MethodConfig
@@ -162,7 +162,7 @@ def test_it_samples_and_completes(run: Run) -> None:
 
 def test_its_likelihoods_and_exact_law(run: Run) -> None:
     wanted = [Likelihood.parse(name) for name in run.method.likelihoods()]
-    rows = measure_likelihoods(run.method, run.domain, run.experiment, wanted, rows=50)
+    rows = measure_likelihoods(run, wanted, rows=50)
     nll = {row.convention: row.value for row in rows if row.metric == "nll"}
     assert nll.keys() == set(run.method.likelihoods()) and nll["iw@1,16"] <= nll["bound@1"] + 0.1
     assert {row.method for row in rows} == {"coin-fair"} and "coordination_gain" in {row.metric for row in rows}
@@ -174,11 +174,11 @@ def test_its_likelihoods_and_exact_law(run: Run) -> None:
 
 
 def test_its_results_have_its_name_label_and_colour(run: Run) -> None:
-    rows = measure_samples(run.method, run.domain, run.experiment)
+    rows = run.evaluate()
     recipe = run.experiment.name
     assert recipe.startswith("rows-coin ") and {row.nfe for row in rows} == {1, 2}
     assert {(row.task, row.data, row.method, row.recipe) for row in rows} == {("rows", "rows", "coin-fair", recipe)}
-    assert described(run.method, run.experiment) == {"coin-fair": {"label": "Coin (fair)", "colour": "#123456"}}
+    assert described(run) == {"coin-fair": {"label": "Coin (fair)", "colour": "#123456"}}
 
 
 def test_a_run_of_a_method_that_is_not_imported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

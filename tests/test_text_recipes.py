@@ -13,9 +13,8 @@ from small import Settings, trained
 from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import ConfigError
 from emoe.domains.base import DataError
-from emoe.evaluation import likelihood
-from emoe.evaluation.likelihood import estimate_nll
-from emoe.evaluation.measure import measure_likelihoods
+from emoe.evaluation import measure
+from emoe.evaluation.measure import estimate_nll, measure_likelihoods
 from emoe.methods.bd3lm import BD3LMConfig
 from emoe.methods.emoe import EMoEConfig
 from emoe.recipes import get_recipe
@@ -138,7 +137,7 @@ LIKELIHOODS = {"mdlm": "bound@2 nelbo", "emoe": "bound@1 iw@1,2", "ar": "exact",
 @pytest.mark.parametrize(("method", "names"), (LIKELIHOODS | {"bd3lm": "nelbo bound@1"}).items())
 def test_test_perplexity(method: str, names: str, runs: dict[str, Run]) -> None:
     run, wanted = runs[method], [Likelihood.parse(name) for name in names.split()]
-    rows = measure_likelihoods(run.method, run.domain, run.experiment, wanted, rows=20)
+    rows = measure_likelihoods(run, wanted, rows=20)
     assert {row.task for row in rows} == {"text"} and {row.convention for row in rows} == set(names.split())
     for name in names.split():
         values = {row.metric: row for row in rows if row.convention == name}
@@ -161,6 +160,6 @@ def test_likelihoods_of_large_vocabularies_are_made_of_few_rows_at_a_time(
     monkeypatch.setattr(type(run.method), "nll", counted)
     rows, bound = run.domain.fresh(20, 0), Likelihood("bound", 1)
     estimate_nll(run.method, rows, bound, repeats=1)
-    monkeypatch.setattr(likelihood, "LOGITS", 7 * 16 * run.method.space.size)
+    monkeypatch.setattr(measure, "LOGITS", 7 * 16 * run.method.space.size)
     estimate_nll(run.method, rows, bound, repeats=1)
     assert sizes == [20, 7, 7, 6]

@@ -107,10 +107,10 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    recipe: str = field(default="", metadata={"help": "a recipe", "positional": True})
-    seeds: tuple[int, ...] = field(default=(0, 1), metadata={"help": "seeds", "low": 0, "high": 9})
-    vary: tuple[str, ...] = field(default=(), metadata={"help": "values", "repeat": True, "metavar": "A=B,..."})
-    budget: float | None = field(default=None, metadata={"help": "minutes", "low": 0, "high": None})
+    recipe: str = field(default="", metadata={"doc": "a recipe", "positional": True})
+    seeds: tuple[int, ...] = field(default=(0, 1), metadata={"doc": "seeds", "low": 0, "high": 9})
+    vary: tuple[str, ...] = field(default=(), metadata={"doc": "values", "repeat": True, "metavar": "A=B,..."})
+    budget: float | None = field(default=None, metadata={"doc": "minutes", "low": 0, "high": None})
     runs: Path = field(default=Path(), metadata={"hidden": True})
     settings: Mapping[str, str] = field(default_factory=dict)
 

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import pytest
 
 import emoe
-from emoe.cli import main
-from emoe.commands import COMMANDS, train
+from emoe.cli import COMMANDS, main
+from emoe.commands import train
 from emoe.config import allowed_range
 from emoe.engine.fit import NumericFailure
 from emoe.overrides import as_text, paths

@@ -11,7 +11,7 @@ import pytest
 from processes import outcome
 from small import UNET, Settings, network, trained
 
-from emoe.evaluation.likelihood import estimate_nll
+from emoe.evaluation.measure import estimate_nll
 from emoe.types import Likelihood
 
 AR: Settings = {"method": "ar", "backbone.causal": True}

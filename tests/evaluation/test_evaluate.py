@@ -10,10 +10,9 @@ from small import TOY, trained
 
 from emoe import console
 from emoe.cli import main
-from emoe.evaluation.measure import row
+from emoe.evaluation.measure import fields_of
 from emoe.overrides import override
 from emoe.recipes import get_recipe
-from emoe.types import Measurement
 
 
 @pytest.mark.parametrize(
@@ -27,10 +26,11 @@ from emoe.types import Measurement
 )
 def test_the_method_of_a_row(recipe: str, changes: dict[str, object], method: str) -> None:
     experiment = override(get_recipe(recipe), changes)
-    domain, item = experiment.domain.build(0), Measurement("validity", 90.0, 0.5, 3000)
-    made = row(item, domain, experiment, nfe=1)
-    assert (made.task, made.data, made.recipe, made.method) == ("toy", "8-modes", experiment.name, method)
-    assert row(item, domain, experiment, nfe=1, method="data").method == "data"
+    domain = experiment.domain.build(0)
+    run = {"recipe": experiment.name, "method": method, "seed": 0}
+    made = {"task": "toy", "data": "8-modes", "nfe": 1, "convention": None}
+    assert fields_of(domain, experiment, nfe=1) == made | run
+    assert fields_of(domain, nfe=1) == made | {"recipe": "reference", "method": "data", "seed": None}
 
 
 def test_progress_goes_to_standard_error(

@@ -9,7 +9,7 @@ from steps import counts_of, masks, scramble, small_dit
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.evaluation.likelihood import estimate_nll, passes
+from emoe.evaluation.measure import estimate_nll, passes
 from emoe.methods.ar import AR, ARConfig
 from emoe.rng import Rng
 from emoe.runs.sampling import draw

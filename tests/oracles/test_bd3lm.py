@@ -15,7 +15,7 @@ from torch import Tensor
 from emoe.backbones.transformer import TransformerConfig
 from emoe.config import ConfigError
 from emoe.diffusion.schedule import CosineSchedule, LogLinearSchedule
-from emoe.evaluation.likelihood import estimate_nll
+from emoe.evaluation.measure import estimate_nll
 from emoe.methods.bd3lm import BD3LM, BD3LMConfig, block_mask
 from emoe.methods.mdlm import MDLMConfig
 from emoe.rng import Rng

@@ -15,7 +15,6 @@ from torch import Tensor
 from emoe.backbones.dit import DiTConfig
 from emoe.config import ConfigError
 from emoe.diffusion.categorical import top_p
-from emoe.evaluation.measure import measure_samples
 from emoe.exact.laws import chain_law
 from emoe.experiment import customise
 from emoe.methods.base import SamplerConfig
@@ -26,7 +25,8 @@ from emoe.methods.sedd import SEDDConfig
 from emoe.methods.vadd import VADDConfig
 from emoe.recipes import get_recipe
 from emoe.rng import Rng
-from emoe.runs.sampling import count_calls, draw
+from emoe.runs.run import Run
+from emoe.runs.sampling import draw, record_calls
 from emoe.types import StepEvent, TokenSpace
 
 SPACE = TokenSpace(size=3, mask_id=1, length=3)
@@ -54,11 +54,11 @@ def sampler(kind: str, nucleus: float = 1.0) -> SamplerConfig:
 
 
 def watched(method: MaskedDiffusion, kind: str, x: Tensor, steps: int):
-    """Rows, events, and the rows of all network calls."""
+    """Rows, events, and the number of rows of every network call."""
     events: list[StepEvent] = []
-    with count_calls(method.backbone) as count:
+    with record_calls(method.backbone) as shapes:
         rows = method.sample(x, steps, Rng(3), sampler=sampler(kind), on_step=events.append)
-    return rows, events, count
+    return rows, events, [shape[0] for shape in shapes]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,11 +126,11 @@ def test_only_rows_with_revealed_positions_are_run(config: MaskedDiffusionConfig
     method, n, steps = build(config), 50, 9
     given = masks(method, n)
     given[:5] = 0  # complete rows
-    _, events, count = watched(method, "plain", given, steps)
+    _, events, calls = watched(method, "plain", given, steps)
     changes = torch.stack([event.revealed.any(-1) for event in events])
-    assert count.rows == n * steps
-    _, _, count = watched(method, "reveal-first", given, steps)
-    assert count.rows == changes.sum() < 0.5 * n * steps and count.calls == changes.any(-1).sum()
+    assert sum(calls) == n * steps
+    _, _, calls = watched(method, "reveal-first", given, steps)
+    assert sum(calls) == changes.sum() < 0.5 * n * steps and len(calls) == changes.any(-1).sum()
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,10 @@ def test_evaluation_uses_the_sampler_of_the_experiment(tmp_path: Path):
     plain = customise(get_recipe("rows-mdlm"), settings)
     changed = customise(plain, {"eval.sampler.kind": "reveal-first", "eval.sampler.nucleus": "0.5"})
     assert changed.name == f"{plain.name} eval.sampler.kind=reveal-first eval.sampler.nucleus=0.5"
-    domain = plain.domain.build(0)
-    method = plain.build_method(domain.space).eval()
-    values = {row.metric: row.value for row in measure_samples(method, domain, changed)}
+    method = plain.build_method(plain.domain.build(0).space).eval()
+    values = {row.metric: row.value for row in Run(tmp_path, changed, method, 0).evaluate()}
     assert 1 <= values["network_calls"] < 4
-    assert "network_calls" not in {row.metric for row in measure_samples(method, domain, plain)}
+    assert "network_calls" not in {row.metric for row in Run(tmp_path, plain, method, 0).evaluate()}
 
 
 def test_unknown_options_and_methods_with_a_sampler_of_their_own_are_refused(tiny):

@@ -19,7 +19,6 @@ from emoe.domains.text.data import Text, TextConfig
 from emoe.engine.fit import TrainConfig
 from emoe.evaluation.eval_lm import EvalLM, HuggingFaceLM, RunLM, fill, import_extra, open_eval_lm
 from emoe.evaluation.gen_ppl import SETTINGS, Scores, Setting, counted_tokens, score, score_tokens
-from emoe.evaluation.mauve import mauve
 from emoe.experiment import Experiment
 from emoe.methods.ar import ARConfig
 from emoe.methods.base import MethodConfig
@@ -27,6 +26,7 @@ from emoe.methods.mdlm import MDLMConfig
 from emoe.rng import Rng
 from emoe.runs.run import Run
 from emoe.runs.train import train
+from emoe.studies.scores import mauve
 from emoe.types import Likelihood
 
 END = "<|endoftext|>"

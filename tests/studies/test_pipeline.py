@@ -159,7 +159,7 @@ def test_options_as_a_command_for_the_record() -> None:
     assert text.Options(size="text-tiny").run_folder == Path("runs/text-tiny")
     for name in [*studies.STUDIES, "demo", "sweep"]:
         fields = dataclasses.fields(studies.module(name).Options)
-        assert all(field.metadata["help"] or field.metadata.get("hidden") for field in fields)
+        assert all(field.metadata["doc"] or field.metadata.get("hidden") for field in fields)
 
 
 @pytest.mark.parametrize(

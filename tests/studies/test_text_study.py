@@ -20,7 +20,7 @@ from emoe.domains.base import DataError
 from emoe.domains.text.data import Text, TextConfig
 from emoe.evaluation.eval_lm import RunLM
 from emoe.evaluation.gen_ppl import score
-from emoe.evaluation.likelihood import estimate_nll, factorised_nll, held_out_rows
+from emoe.evaluation.measure import estimate_nll, factorised_nll, held_out_rows
 from emoe.experiment import customise
 from emoe.recipes import get_recipe
 from emoe.reporting.results import Results
@@ -28,8 +28,7 @@ from emoe.reporting.text import GREEDY, in_setting
 from emoe.runs.run import Run
 from emoe.runs.train import load_run
 from emoe.studies import eval_lm, scores, text, training
-from emoe.studies.pools import Archive, PoolKey
-from emoe.studies.samples import escape
+from emoe.studies.pools import Archive, PoolKey, escape
 from emoe.studies.stages import steps_done
 from emoe.types import Likelihood, Measurement
 

@@ -10,8 +10,8 @@ A command is a function, or a frozen dataclass of options, whose signature and d
 - `settings` receives fields of a recipe (`--train.steps 50`), `command` the command line as it was typed.
 - `Args` in the docstring are the help, `name (METAVAR): text`, beside those in `COMMON`; `Examples` end it.
 
-In a dataclass the metadata of a field stand for this: `help` or `doc`, `metavar`, `low`, `high`, `positional`,
-`repeat`, and `hidden` for one that is no option. An empty text as its default means that it is required.
+In a dataclass the metadata of a field stand for this: `doc`, `metavar`, `low`, `high`, `positional`, `repeat`,
+and `hidden` for one that is no option. An empty text as its default means that it is required.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Command:
         hints, fields = get_type_hints(target, include_extras=True), getattr(target, "__dataclass_fields__", {})
         for name, parameter in inspect.signature(target).parameters.items():
             metavar, text = self._help.get(name, ("", ""))
-            about = {"help": text, "metavar": metavar, "positional": parameter.kind is not parameter.KEYWORD_ONLY}
+            about = {"doc": text, "metavar": metavar, "positional": parameter.kind is not parameter.KEYWORD_ONLY}
             about = fields[name].metadata if name in fields else about
             if dataclasses.is_dataclass(hints[name]):
                 self._groups[name] = hints[name]
@@ -107,7 +107,7 @@ class Command:
         self.names.add(name)
         kind, extras = unwrap(annotation)
         positional, required = about.get("positional", False), default in (inspect.Parameter.empty, "")
-        text, shown = about.get("help") or about.get("doc", ""), "" if required else as_text(default)
+        text, shown = about.get("doc", ""), "" if required else as_text(default)
         if "default" not in text and shown not in ("none", "false", ""):
             text += f" (default {shlex.quote(shown)})"
         options: dict[str, Any] = {"help": text.replace("%", "%%")}

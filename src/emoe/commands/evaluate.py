@@ -61,11 +61,10 @@ def evaluate(
         emoe eval runs/a --likelihood 'bound@4 iw@4,64' --rows 500
         emoe eval runs/news --eval-lm models/gpt2-large --nfe 1,8    generative perplexity, entropy beside it
     """
-    from emoe.evaluation.likelihood import passes
-    from emoe.evaluation.measure import described, exact_rows, measure_likelihoods
+    from emoe.evaluation.measure import described, exact_rows, measure_likelihoods, passes
     from emoe.exact.laws import law_work
     from emoe.reporting.provenance import describe_machine
-    from emoe.reporting.results import Results, RunInfo, record
+    from emoe.reporting.results import Results, Row, RunInfo, record
     from emoe.runs.train import load_run
     from emoe.types import Likelihood
 
@@ -83,17 +82,16 @@ def evaluate(
         names = [Likelihood.parse(name) for name in run.method.likelihoods()] if likelihood is None else asked
         # The evaluation LM and the exact law come first: they can be refused.
         lm = None if eval_lm is None else text_lm(run, eval_lm, device)
-        trained, steps = (run.method, run.domain, run.experiment), nfe or run.experiment.eval.nfe
-        measured: list[Row] = []
+        steps, measured = nfe or run.experiment.eval.nfe, list[Row]()
         if exact:
             with meter(law_work(run.method, steps), f"exact law of {run.path}") as tick:
-                measured += exact_rows(*trained, steps, tick=tick)
+                measured += exact_rows(run, steps, tick=tick)
         measured += sample_rows(run, steps, samples, seed, lm)
         if names:
             with meter(sum(map(passes, names)), f"likelihoods of {run.path}") as tick:
-                measured += measure_likelihoods(*trained, names, rows=rows, seed=seed, tick=tick)
+                measured += measure_likelihoods(run, names, rows=rows, seed=seed, tick=tick)
         info = RunInfo(command=command, wall_s=round(time.monotonic() - began, 1), **describe_machine(run.device))
-        methods = described(run.method, run.experiment)
+        methods = described(run)
         everything.add(info, measured, methods)
         for path in files:
             record(path, info, measured, methods)
@@ -120,21 +118,21 @@ def text_lm(run: Run, folder: str, device: str) -> EvalLM:
 def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | None, lm: EvalLM | None) -> list[Row]:
     """Measures of samples at each NFE; with an evaluation LM also their perplexity and that of held-out rows."""
     from emoe.evaluation.gen_ppl import score
-    from emoe.evaluation.likelihood import held_out_rows
-    from emoe.evaluation.measure import measure_samples, row
+    from emoe.evaluation.measure import fields_of, held_out_rows, rows_of
 
     domain: Any = run.domain
     pools: list[Pool] = []
     with sampling(run, samples or run.experiment.eval.samples, nfe, f"samples of {run.path}"):
-        config = run.experiment
-        rows = measure_samples(run.method, domain, config, nfe=nfe, samples=samples, seed=seed, keep=pools.append)
+        rows = run.evaluate(nfe=nfe, samples=samples, seed=seed, keep=pools.append)
     if lm is None:
         return rows
     held_out = score(lm, domain, held_out_rows(domain, None, 0)).perplexity("judge_ppl")
     shown = f"{held_out.value:.2f} of {held_out.n:,} held-out rows of {domain.name}"
     print(f"evaluation LM {lm.name}: perplexity {shown}", file=sys.stderr)
-    items = [*((pool.nfe, score(lm, domain, pool.samples).perplexity()) for pool in pools), (None, held_out)]
-    return rows + [row(item, domain, run.experiment, nfe=calls, convention="paper") for calls, item in items]
+    scored = [(pool.nfe, score(lm, domain, pool.samples).perplexity()) for pool in pools]
+    for calls, item in [*scored, (None, held_out)]:
+        rows += rows_of(fields_of(domain, run.experiment, nfe=calls), {"paper": [item]})
+    return rows
 
 
 def show(results: Results, likelihoods: Sequence[Row]) -> None:

@@ -74,7 +74,7 @@ def sample(
     if not source and (keep is not None or ink != "auto"):
         name = "ink" if keep is None else "keep"
         raise ConfigError([f"{name}: applies to given rows only; add --given FILE"])
-    from emoe.runs.completion import check_beginnings, prepare
+    from emoe.runs.run import check_beginnings, prepare
     from emoe.runs.train import load_run
 
     opened = load_run(run, device=device, settings=args.with_data_root(settings, data_root))

@@ -1,33 +1,65 @@
-"""A trained model: the experiment, the method with its weights, and the data on first use."""
+"""A trained model: the experiment, the method with its weights, and the data on first use; completions of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from emoe.config import ConfigError
-from emoe.domains.base import Domain, Ink
+from emoe.domains.base import Domain, DomainConfig, Ink
 from emoe.engine.arithmetic import Precision
 from emoe.engine.callbacks import FitResult
-from emoe.evaluation.likelihood import estimate_nll, held_out_rows
-from emoe.evaluation.measure import measure_samples
+from emoe.evaluation.measure import estimate_nll, fields_of, held_out_rows, rows_of
 from emoe.experiment import Experiment
+from emoe.figures.base import save
 from emoe.methods.base import Method
+from emoe.reporting.results import Row
 from emoe.rng import Rng, derive_seed
-from emoe.runs.completion import Completion, Given, Keep, prepare
-from emoe.runs.sampling import Pool, draw
-from emoe.types import Likelihood, Measurement
+from emoe.runs.sampling import Pool, Rows, draw, token_rows
+from emoe.types import Likelihood, Measurement, TokenSpace
 
-if TYPE_CHECKING:
-    from emoe.reporting.results import Row
+Source = str | Path
+Given = Source | Sequence[Source] | Tensor | np.ndarray
+Keep = str | Tensor | np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Rows, the tokens of them that stay, and n completions of each."""
+
+    rows: Rows  # as read, with the mask for tokens that are not given
+    given: Rows  # with the mask for all tokens that are drawn
+    samples: Int[Tensor, "m n L"]
+    nfe: int
+    space: TokenSpace
+    domain: DomainConfig
+
+    @property
+    def kept(self) -> Bool[Tensor, "m L"]:
+        """Positions whose tokens stay."""
+        return self.given != self.space.mask_id
+
+    @property
+    def pool(self) -> Int[Tensor, "N L"]:
+        """All completions as rows, those of the first given row first."""
+        return self.samples.flatten(0, 1)
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The completions of each given row as text of the domain."""
+        return [self.domain.write(rows) for rows in self.samples]
+
+    def picture(self, path: Source) -> None:
+        """Write an image of the rows as read, the tokens that stay, and the completions."""
+        save(self.domain.completion_figure(self.rows, self.given, self.samples, self.space), Path(path))
 
 
 @dataclass(unsafe_hash=True, repr=False)
@@ -132,10 +164,28 @@ class Run:
         return estimate_nll(self.method, torch.as_tensor(rows).long(), Likelihood.parse(likelihood), seed=seed)
 
     def evaluate(
-        self, *, nfe: Iterable[int] | None = None, samples: int | None = None, seed: int | None = None
+        self,
+        *,
+        nfe: Iterable[int] | None = None,
+        samples: int | None = None,
+        seed: int | None = None,
+        keep: Callable[[Pool], None] | None = None,
     ) -> list[Row]:
-        """All metrics of the domain at each NFE, as rows of results."""
-        return measure_samples(self.method, self.domain, self.experiment, nfe=nfe, samples=samples, seed=seed)
+        """All metrics of the domain at each NFE, as rows of results; `keep` is called with every pool.
+
+        The sampler and the defaults are those of the experiment.
+        """
+        config, rows = self.experiment.eval, list[Row]()
+        seed = self.experiment.seed if seed is None else seed
+        for calls in config.nfe if nfe is None else nfe:
+            pool = self.pool(samples or config.samples, calls, seed=seed)
+            if keep is not None:
+                keep(pool)
+            items = [*self.domain.measure(pool.samples, seed)]
+            if config.sampler.kind != "plain":
+                items.append(Measurement("network_calls", pool.calls, None, len(pool.samples)))
+            rows += rows_of(fields_of(self.domain, self.experiment, nfe=calls), {None: items})
+        return rows
 
     @torch.no_grad()
     def log_probs(
@@ -147,3 +197,34 @@ class Run:
         """
         rng = Rng(derive_seed(seed, "log_probs"), device=self.device)
         return self.method.log_probs(xt.to(self.device), rng, greedy=routes == "greedy")
+
+
+def prepare(
+    space: TokenSpace, domain: DomainConfig, given: Given, *, keep: Keep = None, ink: Ink = "auto"
+) -> tuple[Rows, Rows]:
+    """The rows as given, and with the mask for all tokens that are drawn; see `Run.complete`."""
+    if isinstance(given, Tensor | np.ndarray):
+        rows = token_rows(given, space)
+    else:
+        sources = [given] if isinstance(given, str | Path) else given
+        rows = torch.cat([domain.read_given(str(source), space, ink=ink) for source in sources])
+    wanted = rows == space.mask_id
+    if keep is not None:
+        kept = domain.read_keep(keep, space) if isinstance(keep, str) else torch.as_tensor(keep).cpu()
+        if kept.dtype != torch.bool or kept.shape not in (rows.shape, rows.shape[1:]):
+            raise ConfigError([f"keep: expected booleans of shape {tuple(rows.shape[1:])} or {tuple(rows.shape)}"])
+        if (empty := kept & wanted).any():
+            row, position = empty.nonzero()[0].tolist()
+            raise ConfigError([f"keep: position {position} is to stay, but given row {row} has no token there"])
+        wanted = ~kept.expand_as(rows)
+    if full := (~wanted.any(1)).nonzero().flatten().tolist():
+        reason = "all tokens stay" if keep is not None else "all tokens are given; say with --keep which of them stay"
+        raise ConfigError([f"given: nothing to fill in, in row {full[0]} {reason}"])
+    return rows, rows.masked_fill(wanted, space.mask_id)
+
+
+def check_beginnings(given: Rows, space: TokenSpace) -> None:
+    """Raise a ConfigError unless the given tokens of each row come before all masks."""
+    masked = given == space.mask_id
+    if rows := (masked[:, :-1] & ~masked[:, 1:]).any(1).nonzero().flatten().tolist():
+        raise ConfigError([f"continue: row {rows[0]} has a hole before its last word; use --given to fill holes"])

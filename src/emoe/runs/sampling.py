@@ -42,23 +42,14 @@ def token_rows(given: Any, space: TokenSpace) -> Rows:
     return rows
 
 
-class CallCount:
-    """Number of calls of a module, and of rows in all of them."""
-
-    calls = rows = 0
-
-
 @contextlib.contextmanager
-def count_calls(module: nn.Module) -> Iterator[CallCount]:
-    """Count the forward calls of a module by a hook; of a backbone every function evaluation."""
-    count = CallCount()
-
-    def hook(_: nn.Module, inputs: tuple[Any, ...], __: object) -> None:
-        count.calls += 1
-        count.rows += len(inputs[0])
-
-    with module.register_forward_hook(hook):
-        yield count
+def record_calls(*modules: nn.Module) -> Iterator[list[torch.Size]]:
+    """Record the shape of the input of every forward call; a call of a backbone is a function evaluation."""
+    shapes = list[torch.Size]()
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape)))
+        yield shapes
 
 
 @torch.no_grad()
@@ -109,10 +100,10 @@ def draw(
             stack.enter_context(torch.autocast(device.type, torch.bfloat16))
         for start in range(0, n, batch):
             x = first[start : start + batch].to(device, copy=True)
-            with count_calls(method.backbone) as count:
+            with record_calls(method.backbone) as shapes:
                 parts.append(method.sample(x, nfe, rng.fork(start), sampler=sampler).cpu())
-            if count.calls > nfe or (sampler.kind == "plain" and count.calls != nfe):
-                raise RuntimeError(f"nfe: a sampler of {nfe} steps made {count.calls} network calls")
-            rows += count.rows
+            if len(shapes) > nfe or (sampler.kind == "plain" and len(shapes) != nfe):
+                raise RuntimeError(f"nfe: a sampler of {nfe} steps made {len(shapes)} network calls")
+            rows += sum(shape[0] for shape in shapes)
     calls = nfe if sampler.kind == "plain" else rows / n
     return Pool(torch.cat(parts), nfe, calls, time.monotonic() - began)

@@ -42,7 +42,15 @@ class Options(options.Options):
 
 
 class Study(ToyStudy):
-    """Train three small models on 8-modes and draw digits by released models; write a report with figures."""
+    """Train three methods on the 8-modes density with a small network and show why the mixture helps.
+
+    Then draw digits with the released models of MNIST. Writes report.html, figure.png, digits.png and results.json.
+    Runs that are finished are reused; delete the folder to train again.
+
+    Examples:
+        emoe demo
+        emoe demo --out runs/demo --train.steps 500
+    """
 
     options: Options
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import UInt8
 
 from emoe.config import ConfigError
-from emoe.domains.base import Domain, DomainConfig
+from emoe.domains.base import Domain, DomainConfig, permutation
 from emoe.domains.images import Images, as_images
 from emoe.experiment import Experiment
 from emoe.figures.base import save
@@ -85,7 +85,7 @@ class Study(pipeline.Study):
         config, options = run.experiment.eval, self.options
         batch = max(1, min(config.batch, TOKENS // run.domain.space.length))
         names, steps = stages.likelihood_names(run.method, LIKELIHOODS), sorted(set(options.nfe or config.nfe))
-        work = [stages.likelihood(run, name, options.rows, ("nll", "bpd"), batch=batch) for name in names]
+        work = [stages.likelihood(run, name, options.rows, metrics=("nll", "bpd"), batch=batch) for name in names]
         samples = options.samples or config.samples
         work += [stages.pool(run, nfe, samples, keep=EDGE * EDGE) for nfe in steps]
         real = real_stage(run.domain, reference_name(parse(run.experiment.name).changes), samples)
@@ -126,7 +126,7 @@ def real_stage(images: Domain, name: str, count: int) -> Stage:
     count = min(count, len(images.rows))
 
     def measure() -> list[Measurement]:
-        order = torch.randperm(len(images.rows), generator=torch.Generator().manual_seed(derive_seed("real images")))
+        order = permutation(len(images.rows), "real images")
         compared = {item.metric: item for item in images.measure(images.rows[order[:count]].long())}
         items = images.measure(images.test_rows.long())
         return [compared[item.metric] if item.metric in COMPARING else item for item in items]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from emoe.domains.base import Domain
 from emoe.domains.toy import Toy
-from emoe.evaluation.likelihood import held_out_rows
+from emoe.evaluation.measure import held_out_rows, measure_laws
 from emoe.exact.laws import exact_laws, exact_nll
 from emoe.experiment import Experiment, customise
 from emoe.figures.curves import Curve, Panel
@@ -61,13 +58,10 @@ def _exact(trained: Trained) -> Stage:
     """Mean exact NLL of the rows for each T; where latents have to be drawn, with the standard error of four laws."""
 
     def run() -> list[Row]:
-        rows, result = held_out_rows(trained.domain, ROWS, trained.experiment.seed), []
-        for fields, laws in zip(wanted, exact_laws(trained.run.method, STEPS).values(), strict=True):
-            each = torch.stack([exact_nll(law, rows).mean() for law in laws])
-            error = each.std().item() / math.sqrt(len(each)) if len(each) > 1 else None
-            value = exact_nll(laws.mean(0), rows).mean().item()
-            result.append(Row(**fields, metric="nll", value=value, stderr=error, n=len(rows)))
-        return result
+        rows = held_out_rows(trained.domain, ROWS, trained.experiment.seed)
+        laws = exact_laws(trained.run.method, STEPS).values()
+        items = [measure_laws("nll", lambda law: exact_nll(law, rows).mean().item(), each, ROWS) for each in laws]
+        return [Row(**fields, **vars(item)) for fields, item in zip(wanted, items, strict=True)]
 
     wanted = [trained.fields(nfe=steps, convention="exact") for steps in STEPS]
     return Stage("exact NLL", run, wanted)

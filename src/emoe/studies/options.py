@@ -16,14 +16,14 @@ from emoe.recipes import all_recipes, get_recipe
 LARGEST_SEED = 2**63 - 1
 
 
-def flag(default: Any, help: str, **limits: Any) -> Any:  # noqa: A002 - the word of argparse
+def flag(default: Any, doc: str, **limits: Any) -> Any:
     """A field of options with one line of help.
 
     `limits`: `low` and `high` of a number or of each element of a tuple; `allowed` values; `recorded=False` for options
     that change no number and are left out of the command in results; `positional`; `repeat` for an option that may be
     given several times; `hidden` from parsers.
     """
-    return field(default=default, metadata={"help": help, **limits})
+    return field(default=default, metadata={"doc": doc, **limits})
 
 
 def hidden(default: Any) -> Any:
@@ -50,7 +50,7 @@ class Options(Config):
     jobs: int = flag(0, "runs at once; 0: several on a GPU, one for each core on a CPU", low=0, high=64, recorded=False)
     budget: float | None = flag(None, "minutes to train, then save; the same command continues", low=0, recorded=False)
     quiet: bool = flag(False, "no progress", recorded=False)
-    settings: Mapping[str, str] = field(default_factory=dict, metadata={"help": "fields of recipes", "recorded": False})
+    settings: Mapping[str, str] = field(default_factory=dict, metadata={"doc": "fields of recipes", "recorded": False})
 
     def conflicts(self) -> Iterator[str]:
         """Empty options, values that are not allowed, and settings that the study itself sets."""

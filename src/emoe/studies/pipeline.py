@@ -23,7 +23,7 @@ import torch
 from emoe.console import Tick, meter
 from emoe.domains.base import Domain, DomainConfig
 from emoe.engine.callbacks import Callback, Deadline, StopSignal
-from emoe.evaluation.measure import described
+from emoe.evaluation.measure import Fields, described
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Curve, Panel, draw
@@ -34,7 +34,7 @@ from emoe.reporting.results import Results, Row, RunInfo, mean_over_seeds, recor
 from emoe.reporting.table import Table
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
-from emoe.studies.stages import TIMES, Fields, Stage, Trained, steps_done
+from emoe.studies.stages import TIMES, Stage, Trained, steps_done
 
 Task = Callable[[Tick], None]
 
@@ -245,19 +245,21 @@ class Study:
             self.untrained += run.steps_left > 0
 
     def _measure(self, stages: Sequence[Stage], tick: Tick, run: Trained | None = None) -> None:
+        """Run stages while there is time left."""
         for number, stage in enumerate(stages, 1):
+            if self.past_deadline and not self.measures_past_deadline:
+                with self._lock:
+                    self.unmeasured += 1
+                continue
             name = stage.name if run is None else f"{run.label}, {stage.name}"
-            self._run_stage(stage, f"{name} [{number}/{len(stages)}]", tick, run)
+            label = f"{name} [{number}/{len(stages)}]"
+            self._attempt(label, functools.partial(self._run_stage, stage, label, run), tick)
         if run is not None:
             run.close()
 
-    def _run_stage(self, stage: Stage, label: str, tick: Tick, run: Trained | None) -> None:
-        """Run a stage if there is time left and record its rows; the rows that enter the network are its progress."""
-        if self.past_deadline and not self.measures_past_deadline:
-            with self._lock:
-                self.unmeasured += 1
-            return
-        left = stage.rows
+    def _run_stage(self, stage: Stage, label: str, run: Trained | None, tick: Tick) -> None:
+        """Run a stage and record its rows; the rows that enter the network are its progress."""
+        left, began, methods = stage.rows, time.monotonic(), None
 
         def count(_: object, inputs: tuple[Any, ...], __: object) -> None:
             nonlocal left
@@ -265,22 +267,18 @@ class Study:
             left -= size
             tick(size, label)
 
-        def task(tick: Tick) -> None:
-            began, methods = time.monotonic(), None
-            with contextlib.ExitStack() as stack:
-                if run is not None:
-                    methods = described(run.run.method, run.experiment)
-                    stack.enter_context(run.run.method.backbone.register_forward_hook(count))
-                rows = stage.run()
-            wall_s = round(time.monotonic() - self.began, 1)
-            info = RunInfo(command=self.options.command_line(), wall_s=wall_s, **self._machine)
-            with self._lock:
-                record(self.results, info, rows, methods)
-            values = ", ".join(f"{row.metric} {row.value:.4g}" for row in rows[:4])
-            self.note(f"{label}: {values}, {time.monotonic() - began:.1f} s")
-
-        self._attempt(label, task, tick)
-        tick(left, label)
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: tick(left, label))
+            if run is not None:
+                methods = described(run.run)
+                stack.enter_context(run.run.method.backbone.register_forward_hook(count))
+            rows = stage.run()
+        wall_s = round(time.monotonic() - self.began, 1)
+        info = RunInfo(command=self.options.command_line(), wall_s=wall_s, **self._machine)
+        with self._lock:
+            record(self.results, info, rows, methods)
+        values = ", ".join(f"{row.metric} {row.value:.4g}" for row in rows[:4])
+        self.note(f"{label}: {values}, {time.monotonic() - began:.1f} s")
 
 
 class RunProgress(Callback):

@@ -16,7 +16,7 @@ from emoe.figures.curves import Panel
 from emoe.recipes import get_recipe
 from emoe.reporting import ties
 from emoe.reporting.cells import Line
-from emoe.reporting.results import Results, Row
+from emoe.reporting.results import Results
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.options import flag, hidden, seeds_flag
 from emoe.studies.pipeline import mean_curve
@@ -32,7 +32,6 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {  # name -> recipe and change
     "all-carry": ("ties-emoe-wake-sleep", {"method.compare.in-turn": "false"}),
 }
 DEFAULT_VARIANTS = ("mdlm", "paper", "plus")
-HELD_OUT_ROWS = 2_000  # of bound@1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class Study(pipeline.Study):
         return runs
 
     def stages(self, run: Trained) -> list[Stage]:
-        config, bound = run.experiment.eval, stages.likelihood(run, "bound@1", HELD_OUT_ROWS)
+        config, bound = run.experiment.eval, stages.likelihood(run, "bound@1")
         pools = [stages.pool(run, nfe, config.samples) for nfe in config.nfe]
         ideal = [_ideal(run.domain, nfe) for nfe in config.nfe]
         return [*stages.times(run), *pools, bound, *training.routing(run), *ideal]
@@ -102,14 +101,12 @@ def _ideal(domain: Domain, nfe: int) -> Stage:
     return stages.reference(name, domain, lambda: stages.numbers({"ties": share()}), "ties", method="ideal", nfe=nfe)
 
 
-def _length(row: Row) -> int:
-    return ties.setting_of(row.data).length
-
-
 def _panel(family: str, lines: Sequence[Line]) -> Panel:
     """Ties kept at NFE 1 against L: a curve for each model, and chance."""
     curves = {}
     for line in lines:
         colour, style = ("0.4", ":") if line.reference else ("", "-")
-        curves[line.labels[0]] = mean_curve(line.rows, _length, colour=colour, style=style)
+        curves[line.labels[0]] = mean_curve(
+            line.rows, lambda row: ties.setting_of(row.data).length, colour=colour, style=style
+        )
     return Panel(family, curves, xlabel="length L", ylabel="ties kept at NFE 1 (%)")

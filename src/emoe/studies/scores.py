@@ -6,10 +6,14 @@ held-out rows. MAUVE is computed from the stored features and needs neither the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import statistics
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +24,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from emoe.domains.text.data import Text
-from emoe.evaluation.eval_lm import RunLM
+from emoe.evaluation.eval_lm import RunLM, import_extra
 from emoe.evaluation.gen_ppl import SETTINGS, score
-from emoe.evaluation.likelihood import estimate_nll, held_out_rows
-from emoe.evaluation.mauve import SCALING, SEEDS, mauve
+from emoe.evaluation.measure import fields_of, held_out_rows, measure_nll, rows_of
 from emoe.files import replace_file
 from emoe.reporting.results import Row
 from emoe.reporting.text import in_setting
-from emoe.studies.eval_lm import EvalLMRun
+from emoe.studies.eval_lm import EvalLMRun, describe_text
 from emoe.studies.pools import Archive, PoolKey, digest
-from emoe.studies.sets import describe_text
-from emoe.studies.stages import Stage, fields_of, in_metrics, numbers, rows_of, stage
+from emoe.studies.stages import Stage, numbers, stage
 from emoe.types import Likelihood, Measurement
 
 COMPONENTS = 100  # of stored features
 FEATURE_BYTES = 500_000  # of the stored features of a pool
+SEEDS = (1, 2, 3)  # of k-means, on which MAUVE depends
+SCALING = 5.0  # of divergences, in MAUVE
+Features = Tensor | NDArray[Any]
 
 
 def principal_components(features: Float[Tensor, "n F"], count: int = COMPONENTS) -> tuple[Tensor, Tensor, float]:
@@ -53,7 +58,7 @@ def principal_components(features: Float[Tensor, "n F"], count: int = COMPONENTS
 
 
 def reduce(features: Float[Tensor, "n F"], mean: Tensor, directions: Tensor) -> NDArray[np.float16]:
-    """Features in principal components as they are stored, at most `FEATURE_BYTES` of them."""
+    """Features in principal components in half precision, at most `FEATURE_BYTES`."""
     most = FEATURE_BYTES // (2 * directions.shape[1])
     reduced: NDArray[np.float64] = ((features[:most].double() - mean.double()) @ directions.double()).numpy()
     return reduced.astype("<f2")
@@ -75,7 +80,7 @@ def score_stages(run: EvalLMRun, text: Text, pools: Sequence[Archive], rows: int
 
 def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, count: int, page: Path) -> Stage:
     """The evaluation LM on held-out rows: its likelihood, its best step, principal components of its features."""
-    own = fields_of(text, method="judge", recipe=run.experiment.name, seed=run.experiment.seed)
+    own = run.fields(text, method="judge")
     made_of = {"judge": lm.sha256, "split": describe_text(text)["split_sha256"]}
 
     def work() -> list[Row]:
@@ -86,16 +91,15 @@ def _reference_stage(run: EvalLMRun, lm: RunLM, text: Text, reference: Archive, 
         reference.arrays = {"mean": mean.numpy(), "directions": directions.numpy(), "features": reduced}
         pca: dict[str, Any] = {"dimensions": components, "of": size, "variance_kept": round(share, 4)}
         pca |= {"fitted_on": f"{text.held_out} rows of {text.name}", "rows": len(rows), "stored_as": "float16"}
-        mauve = {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"}
+        clustering = {"seeds": list(SEEDS), "scaling": SCALING, "clusters": "a tenth of the rows"}
         made = {"judge": lm.describe(), "made_of": made_of, "rows": len(rows), "settings": list(SETTINGS)}
-        reference.manifest = describe_text(text) | made | {"pca": pca, "mauve": mauve}
+        reference.manifest = describe_text(text) | made | {"pca": pca, "mauve": clustering}
         reference.save()
         replace_file(page, json.dumps(reference.manifest, indent=1, sort_keys=True) + "\n")
-        nll = estimate_nll(lm.run.method, held_out_rows(text, count, 0), Likelihood("exact"))
         values: dict[str, float] = {"judge_step": lm.run.step, "pca_dimensions": components}
         values |= {} if best is None else {"judge_valid_ppl": math.exp(best[1])}
         items = {
-            "exact": in_metrics(nll, lm.context, ("nll_token", "ppl")),
+            "exact": measure_nll(lm.run.method, text, Likelihood("exact"), count, metrics=("nll_token", "ppl")),
             None: [*numbers(values), *numbers({"pca_share": 100 * share}, len(rows))],
         }
         real = {setting: [score(lm, text, rows, setting).perplexity()] for setting in SETTINGS}
@@ -142,10 +146,42 @@ def _mauve_stage(archive: Archive, key: PoolKey, real: NDArray[np.float16]) -> S
     done, made_of = archive.manifest.setdefault("mauve", {}), digest(*pair)
 
     def measure() -> list[Measurement]:
-        values = mauve(*(torch.from_numpy(features).double() for features in pair))
+        values = mauve(*pair)
         done[str(key)] = made_of
         archive.save()
         return numbers({"mauve": 100 * statistics.fmean(values), "mauve_spread": 100 * statistics.stdev(values)}, n)
 
     name = f"MAUVE of {archive.path.stem}, {key}"
     return stage(name, archive.fields(key), measure, "mauve", current=lambda: done.get(str(key)) == made_of)
+
+
+def mauve(samples: Float[Features, "n F"], real: Float[Features, "m F"]) -> list[float]:
+    """MAUVE (Pillutla et al., 2021), from 0 to 1, of features of samples and of real rows, for each of the `SEEDS`.
+
+    Both sets are put into k-means clusters together, a tenth of the smaller set; p and q are their shares, and the
+    value is the area under (exp(-c KL(q | r)), exp(-c KL(p | r))) for the mixtures r of p and q, with c = 5.
+    """
+    if min(len(samples), len(real)) < 4:
+        raise ValueError("MAUVE needs at least 4 rows on each side")
+    points = [np.asarray(features, np.float64) for features in (samples, real)]
+    if not all(np.isfinite(part).all() for part in points):
+        raise ValueError("some features are not finite")
+    library, options = import_extra("mauve"), {"num_buckets": "auto", "mauve_scaling_factor": SCALING, "verbose": False}
+    with warnings.catch_warnings(), _silent_stderr():
+        warnings.simplefilter("ignore")
+        outs = [library.compute_mauve(p_features=points[0], q_features=points[1], seed=s, **options) for s in SEEDS]
+    return [float(out.mauve) for out in outs]
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Discard standard error: k-means writes a line of advice there for every seed."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

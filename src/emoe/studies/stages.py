@@ -19,23 +19,20 @@ from emoe.backbones.base import active_parameters, total_parameters
 from emoe.config import to_dict
 from emoe.domains.base import Domain
 from emoe.engine import checkpoint
-from emoe.evaluation.likelihood import coordination_gain, estimate_nll, factorised_nll, held_out_rows, in_units, passes
-from emoe.evaluation.measure import exact_rows
+from emoe.evaluation.measure import HELD_OUT, Fields, exact_rows, factorised_nll, fields_of, measure_nll, passes
 from emoe.experiment import Experiment
 from emoe.methods.base import Method, SamplerConfig
 from emoe.reporting.results import Results, Row
 from emoe.runs.run import Run
 from emoe.runs.sampling import draw
 from emoe.runs.train import load_run
-from emoe.studies.pools import RUN, Archive, PoolKey
+from emoe.studies.pools import RUN, SHOWN, Archive, PoolKey
 from emoe.types import Likelihood, Measurement
 
 if TYPE_CHECKING:
     from emoe.studies.pipeline import Study
 
-SHOWN = 2  # samples of a pool that are saved as text
 TIMES = "times.jsonl"  # in a run folder: seconds of every part of its training
-Fields = dict[str, Any]  # of rows, all but those of the measurement
 Measure = Callable[[], Iterable[Measurement]]
 
 
@@ -61,20 +58,9 @@ def stage(name: str, fields: Fields, measure: Measure, metric: str = "", **optio
     return Stage(name, lambda: [Row(**fields, **vars(item)) for item in measure()], [wanted], **options)
 
 
-def rows_of(fields: Fields, items: Mapping[Any, Iterable[Measurement]]) -> list[Row]:
-    """Rows of measurements by convention."""
-    return [Row(**fields | {"convention": name}, **vars(item)) for name, group in items.items() for item in group]
-
-
 def reference(name: str, domain: Domain, measure: Measure, metric: str, n: int = 0, **own: Any) -> Stage:
     """A stage of a reference, such as real data; for `own` see `fields_of`."""
     return stage(f"{name} of {domain.name}", fields_of(domain, **own), measure, metric, n=n)
-
-
-def fields_of(domain: Domain, **own: Any) -> Fields:
-    """Fields of rows of a reference, real data without seed, NFE and convention unless `own` says otherwise."""
-    none = dict.fromkeys(("seed", "nfe", "convention"))
-    return {"task": domain.task, "data": domain.name, "method": "data", "recipe": "reference", **none, **own}
 
 
 class Trained:
@@ -122,9 +108,8 @@ class Trained:
         vars(self).pop("run", None)
 
     def fields(self, domain: Domain | None = None, **own: Any) -> Fields:
-        """Fields of rows of the run, without NFE and convention unless `own` has them."""
-        run = {"method": self.experiment.method_name, "recipe": self.experiment.name, "seed": self.experiment.seed}
-        return fields_of(domain or self.domain, **run | own)
+        """Fields of rows of the run; see `fields_of`."""
+        return fields_of(domain or self.domain, self.experiment, **own)
 
 
 def numbers(values: Mapping[str, float], n: int | None = None) -> list[Measurement]:
@@ -216,41 +201,28 @@ def likelihood_names(method: Method, wanted: Iterable[str]) -> list[str]:
     return [name for name in wanted if Likelihood.parse(name).kind in kinds]
 
 
-def in_metrics(nll: Measurement, length: int, metrics: Sequence[str]) -> list[Measurement]:
-    """An NLL in nats per row as some of nll, nll_token, bpd and ppl."""
-    error = None if nll.stderr is None else nll.stderr / length
-    items = [*in_units(nll, length), Measurement("nll_token", nll.value / length, error, nll.n)]
-    named = {item.metric: item for item in items}
-    return [named[metric] for metric in metrics]
-
-
 def likelihood(
     trained: Trained,
     name: str,
-    count: int,
-    metrics: Sequence[str] = ("nll",),
+    count: int = HELD_OUT,
     *,
+    metrics: Sequence[str] = ("nll",),
     batch: int | None = None,
     factorised: Callable[..., float] = factorised_nll,
     zero_shot: Domain | None = None,
 ) -> Stage:
-    """Estimate a named likelihood of `count` held-out rows, or all; with bound@1 of a latent the coordination gain too.
+    """Estimate a named likelihood of `count` held-out rows, or all; see `measure_nll`.
 
-    `batch` are the rows of a network call; another number gives another estimate. `factorised` gives the NLL of the
-    best factorised step. With `zero_shot` the rows come from other data, and metrics begin with `zero_shot_`.
+    With `zero_shot` the rows come from other data, metrics begin with `zero_shot_`, and there is no coordination gain.
     """
     likelihood, seed, source = Likelihood.parse(name), trained.experiment.seed, zero_shot or trained.domain
     count = min(count, source.fresh_rows or count)
 
     def measure() -> list[Measurement]:
-        rows, length, method = held_out_rows(source, count, seed), source.space.length, trained.run.method
-        nll = estimate_nll(method, rows, likelihood, seed=seed, batch=batch)
-        items = in_metrics(nll, length, metrics)
-        if zero_shot is not None:
-            return [dataclasses.replace(item, metric=f"zero_shot_{item.metric}") for item in items]
-        if name == "bound@1" and method.has_latent:
-            items.append(coordination_gain(nll, factorised(source.rows, rows, source.space.size), length))
-        return items
+        method, gain = trained.run.method, None if zero_shot else factorised
+        items = measure_nll(method, source, likelihood, count, metrics=metrics, factorised=gain, seed=seed, batch=batch)
+        prefix = "zero_shot_" if zero_shot else ""
+        return [dataclasses.replace(item, metric=prefix + item.metric) for item in items]
 
     label, fields = name if zero_shot is None else f"{name} of {source.name}", trained.fields(source, convention=name)
     return stage(label, fields, measure, n=count, rows=passes(likelihood) * count)
@@ -260,4 +232,4 @@ def exact(trained: Trained, nfe: Sequence[int] | None = None) -> Stage:
     """Measures of the exact laws of a toy's samplers; by default at the NFE of the experiment."""
     nfe = nfe or trained.experiment.eval.nfe
     wanted = [trained.fields(nfe=calls, convention="exact", metric="kl") for calls in nfe]
-    return Stage("exact laws", lambda: exact_rows(trained.run.method, trained.domain, trained.experiment, nfe), wanted)
+    return Stage("exact laws", lambda: exact_rows(trained.run, nfe), wanted)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from emoe.config import ConfigError, hint
 from emoe.domains.toy import Toy
-from emoe.evaluation.likelihood import HELD_OUT
+from emoe.evaluation.measure import UNITS
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write
@@ -54,7 +54,16 @@ class Options(options.Options):
 
 
 class Study(pipeline.Study):
-    """Train a recipe under many settings and compare each with the recipe itself."""
+    """Train a recipe under many settings, several runs at once, and compare each with the recipe itself, the base.
+
+    A trial is a set of changed fields. --vary options multiply into a grid, each --also adds one trial picked by hand.
+    Each trial is trained on all tasks (--on) with all seeds (--seeds). Further fields, such as --train.steps 2000, hold
+    for all trials. Killed, the same command continues; finished runs are not trained again.
+
+    Examples:
+        emoe sweep toy-8modes-emoe --name lr --vary optim.lr=1e-4,3e-4,1e-3 --vary method.experts=4,8
+        emoe sweep toy-8modes-emoe --name picked --also "method.experts=16 optim.lr=1e-3" --seeds 10,11 --budget 8
+    """
 
     options: Options
     measures_past_deadline = True
@@ -76,7 +85,7 @@ class Study(pipeline.Study):
             work += [stages.exact(run, nfe)] * (metrics != (GAIN,))
         else:
             work += [stages.pool(run, calls, run.experiment.eval.samples) for calls in nfe]
-        gain = stages.likelihood(run, "bound@1", HELD_OUT, ("nll", "bpd", "ppl"))
+        gain = stages.likelihood(run, "bound@1", metrics=UNITS)
         return work + [gain] * (GAIN in metrics)
 
     def write(self, results: Results) -> None:

@@ -23,7 +23,7 @@ from emoe.console import meter
 from emoe.domains.base import DataError, DomainConfig
 from emoe.domains.text.data import Text
 from emoe.evaluation.eval_lm import import_extra
-from emoe.evaluation.likelihood import factorised_nll
+from emoe.evaluation.measure import factorised_nll
 from emoe.experiment import Experiment
 from emoe.figures.curves import Panel
 from emoe.methods.base import PLAIN
@@ -33,13 +33,11 @@ from emoe.reporting.table import models
 from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_page, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
-from emoe.studies.eval_lm import EvalLMRun, KeepBest, eval_lm_experiment
+from emoe.studies.eval_lm import EvalLMRun, KeepBest, Sets, describe_text, eval_lm_experiment
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
 from emoe.studies.pipeline import levels, mean_curve
-from emoe.studies.pools import Archive
-from emoe.studies.samples import samples_page
+from emoe.studies.pools import Archive, samples_page
 from emoe.studies.scores import mauve_stages, score_stages
-from emoe.studies.sets import Sets, describe_text
 from emoe.studies.stages import Stage, Trained
 from emoe.types import Likelihood
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from emoe.engine.metricslog import read_metrics
+from emoe.evaluation.measure import rows_of
 from emoe.reporting.results import Row
 from emoe.rng import Rng, derive_seed
 from emoe.runs.run import Run
-from emoe.runs.sampling import count_calls
-from emoe.studies.stages import Stage, Trained, numbers, rows_of, stage
+from emoe.runs.sampling import record_calls
+from emoe.studies.stages import Stage, Trained, numbers, stage
 from emoe.types import Measurement
 
 LAST_RECORDS = 10  # of the log, whose mean describes the end of training
@@ -33,7 +33,7 @@ Record = Mapping[str, Any]
 
 
 def means(records: Sequence[Record], keys: Collection[str]) -> list[Measurement]:
-    """Means over log records, as far as they are finite.
+    """Finite means over log records.
 
     Of usage it is the entropy of the mean: of the aggregate posterior, up to the draws of a batch.
     """
@@ -111,14 +111,14 @@ def network_passes(run: Run) -> dict[str, float]:
     rows = run.domain.rows[:ROWS].long().to(run.device)
     rng = Rng(derive_seed(run.experiment.seed, "passes"), device=run.device)
     blocks = [block for network in method.children() for block in _blocks(network)]
-    with _tokens_into(method.children()) as entered, _tokens_into(blocks) as inside:
+    with record_calls(*method.children()) as entered, record_calls(*blocks) as inside:
         method(rows, method.final_ramp(run.device), rng)
     steps = min(run.experiment.method.allowed_nfe(range(1, length + 1), length))
-    with count_calls(method.backbone) as count:
+    with record_calls(method.backbone) as calls:
         method.sample(torch.full((1, length), method.space.mask_id, device=run.device), steps, rng)
-    passes = {"passes_train": sum(entered) / rows.numel(), "calls_step": count.calls / steps}
+    passes = {"passes_train": _tokens(entered) / rows.numel(), "calls_step": len(calls) / steps}
     depth = len(_blocks(method.backbone))
-    return passes | ({"passes_block": sum(inside) / depth / rows.numel()} if depth else {})
+    return passes | ({"passes_block": _tokens(inside) / depth / rows.numel()} if depth else {})
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
@@ -126,12 +126,6 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     return [block for name, part in network.named_modules() if name.endswith("blocks") for block in part.children()]
 
 
-@contextlib.contextmanager
-def _tokens_into(modules: Iterable[nn.Module]) -> Iterator[list[int]]:
-    """Rows times positions of the first input of every call of some modules."""
-    sizes = list[int]()
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            hook = module.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[:2].numel()))
-            stack.enter_context(hook)
-        yield sizes
+def _tokens(shapes: Iterable[torch.Size]) -> int:
+    """Rows times positions of inputs."""
+    return sum(shape[:2].numel() for shape in shapes)
