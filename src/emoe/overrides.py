@@ -128,5 +128,5 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], value: object) -> Non
         tree[name] = {}  # the defaults of an optional part
     elif not isinstance(tree[name], dict):
         with prefixed(name):
-            tree[name] = to_dict(convert(annotation, tree[name]))
+            tree[name] = to_dict(convert(annotation, tree[name], {}))
     _put(tree[name], configs[0], rest, value)
