@@ -1,13 +1,12 @@
-"""Tables as Markdown, on the terminal and as HTML."""
+"""Tables as Markdown and on the terminal."""
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from emoe.console import console_table
-from emoe.reporting.cells import NBSP, Line
+from emoe.reporting.cells import NBSP
 from emoe.reporting.results import Results
 from emoe.reporting.table import Table, over_nfe
 
@@ -48,34 +47,3 @@ def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
     for metric in metrics:
         for table in over_nfe(results.only(task=task), metric):
             print_table(table)
-
-
-def html_table(table: Table, colour: Callable[[str], str]) -> str:
-    """Return a table in HTML, with the colours of methods."""
-    head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
-    lines = []
-    for number, row in enumerate(table.rows):
-        line = table.lines[number] if table.lines else Line(())
-        key = f'<i class="key" style="background:{colour(line.method)}"></i>' if line.method else ""
-        cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
-        lines.append(f'<tr class="{"reference" * line.reference}">{"".join(cells)}</tr>')
-    kind, body = "numbers" if table.lines else "words", "\n".join(lines)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-    )
-
-
-def _html_cell(cell: str, key: str) -> str:
-    first, *below = cell.split("\n")
-    value, error, size = first.partition(f"{NBSP}±")
-    small = [f"±{size}"] * bool(error) + below
-    kind = ' class="best"' if cell.startswith("**") else ""
-    return f"<td{kind}>{key}{inline(value)}{''.join(f'<small>{inline(text)}</small>' for text in small)}</td>"
-
-
-def inline(text: str) -> str:
-    """Return inline Markdown as HTML, escaped."""
-    text = html.escape(text)
-    for pattern, tag in ((r"\*\*(.+?)\*\*", "b"), (r"\*(.+?)\*", "em"), (r"`([^`]+)`", "code")):
-        text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)
-    return text.replace("\n", "<br>")
