@@ -45,7 +45,7 @@ LAYERS: dict[str, list[str]] = {
     "engine*": BASE,
     "figures*": ["types", "files"],
     "domains*": ["config", "types", "rng", "files", "figures.base", "figures.panels"],
-    "reporting*": ["files", "console", "figures*", "engine.metricslog"],
+    "reporting*": ["config", "files", "console", "figures*", "engine.metricslog"],
     "experiment": [*BASE, "overrides", "engine.*", "backbones.base", "methods.base", "domains.base"],
     "recipes*": [*NETWORKS, "methods.*", "engine.*", "domains*", "experiment"],
     "runs.sampling": [*BASE, "diffusion.*", "engine.arithmetic", "methods.base"],

@@ -207,11 +207,11 @@ def from_dict(cls: type[C], data: Mapping[Any, Any]) -> C:
 
 def _converted(cls: type[Config], data: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields in `data` in their annotated types, and one line for each value that is not allowed."""
-    values, problems = dict[str, Any](), list[str]()
+    values, problems, annotations = dict[str, Any](), list[str](), field_types(cls)
     for field in dataclasses.fields(cls):
         if field.name in data:
             try:
-                values[field.name] = convert(field_types(cls)[field.name], data[field.name], field.metadata)
+                values[field.name] = convert(annotations[field.name], data[field.name], field.metadata)
             except ConfigError as error:
                 problems += [field.name + line for line in error.problems]
     return values, problems
