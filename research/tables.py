@@ -75,7 +75,7 @@ def estimator_tables(results: Results) -> list[Table]:
         f"step of the 8-modes model with a batch of 128 on the CPU, over that of {BASELINE.replace('tau', 'τ')}, "
         f"medians of {cost.n} interleaved rounds. Made by `emoe reproduce estimators`, {source_of(results)}."
     )
-    number, tables = partial(Number, form=".2f", error="measured", plain=True), []
+    number, tables = partial(Number, form=".2f", error="measured"), []
     for state in STATES:
         routers, others = ({"convention": f"{state}, {part}"} for part in ("routers", "others"))
         names = sorted({row.recipe for row in results.select(**routers)}, key=estimator_order)
@@ -105,7 +105,7 @@ def route_limit(limit: Results, toy: Results) -> list[Table]:
         for method in ("limit", "emoe-plus", "vadd-plus", "vadd", "emoe", "mdlm")
         if (rows := results.select(data=data, method=method))
     ]
-    columns = [(measure(metric).label, Number(metric, plain=True)) for metric in ("validity", "overlap", "kl")]
+    columns = [(measure(metric).label, Number(metric)) for metric in ("validity", "overlap", "kl")]
     note = "One network call, exact laws, mean ± standard error over seeds."
     return build(["Density", ""], lines, columns, note)
 
@@ -122,7 +122,7 @@ def information_tables(results: Results) -> list[Table]:
     columns: list[Column] = [
         ("nats per row", lambda line: f"{sum(nats(line)):.2f}"),
         ("by block", lambda line: " + ".join(f"{value:.2f}" for value in nats(line))),
-        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, error="measured", plain=True)),
+        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, error="measured")),
         ("coverage (%)", Number("coverage", {"nfe": 1})),
     ]
     text = f"Made by `emoe reproduce information`, {source_of(results)}."
@@ -160,7 +160,7 @@ def mnist_steps(results: Results) -> list[Table]:
     (rival,) = part.select(method=RIVAL)
     minutes = Number("step_ms", form=".1f", per=60_000 / MNIST_STEPS)
     columns: list[Column] = [
-        ("ms per step", Number("step_ms", form=".2f", error="measured", plain=True)),
+        ("ms per step", Number("step_ms", form=".2f", error="measured")),
         (f"minutes for {MNIST_STEPS:,} steps", lambda line: DASH if line.method == RIVAL else minutes(line)),
         ("speed against the VDM UNet", lambda line: f"{rival.value / line.rows[0].value:.1f}x"),
     ]
@@ -211,22 +211,17 @@ def step_variants(results: Results) -> list[Table]:
     rows = sorted(part.select(run=base.run), key=lambda row: row.value)
     lines = [Line((label(part, row.method),), [row]) for row in rows]
     columns = [("ms", Number(form=".2f")), ("over E-MoE", Number(form=".2f", per=base.value, unit="x"))]
-    run = part.runs[base.run]
-    text = f"Made by `{run.command}` at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch})."
+    text = f"Made by `{part.runs[base.run].command}`, {source_of(part.of(rows))}."
     return build(["One training step of 512 rows"], lines, columns, text)
 
 
 def toy_source(results: Results) -> str:
     """Return commands, commits and devices of the tables, with seeds and sample counts."""
     part = sampled(results).only(task="toy", metric=METRICS)
-    commands: dict[str, list[str]] = {}
-    for run in part.runs.values():
-        where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
-        commands.setdefault(where, []).append(f"`{run.command}`")
-    sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
+    sources = dict.fromkeys(f"`{run.command}`, {source_of(part.only(run=name))}" for name, run in part.runs.items())
     rows = {metric: part.models.select(metric=metric) for metric in METRICS}
     samples = "; ".join(f"{metric} from {seeds_and_samples(group)}" for metric, group in rows.items() if group)
-    return f"Made by {sources}: {samples}."
+    return f"Made by {'; '.join(sources)}: {samples}."
 
 
 def toy_gaps(results: Results) -> str:
@@ -238,7 +233,7 @@ def toy_gaps(results: Results) -> str:
             line = line.where(nfe=1)
             mean, paper = Number("validity").mean(line), line.reported("validity")
             gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
-            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
+            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f')}"
             overlap = Plain("overlap")(line)
             sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {overlap}).")
     return "\n".join(sentences)
@@ -247,22 +242,18 @@ def toy_gaps(results: Results) -> str:
 def search(name: str, folder: Path) -> str:
     """Return all trials of a search of version 0.1 (`results/search/*.json`), best first."""
     ranking = json.loads((folder / "search" / f"{name}.json").read_text(encoding="utf-8"))
-    forms, info = {name: f".{measure(name.partition('@')[0]).digits}f" for name in ranking["rank"]}, ranking["made"]
+    forms, made = {name: f".{measure(name.partition('@')[0]).digits}f" for name in ranking["rank"]}, ranking["made"]
     rows, tasks = list[list[str]](), list[str]()
     for trial in ranking["trials"]:
         status = f" ({trial['status']})" * (trial["status"] != "done")
-        means = [mean and SeedMean(mean["mean"], mean["stderr"]) for mean in map(trial["metrics"].get, forms)]
-        rows.append(
-            [
-                short_label(trial["settings"]) + status,
-                *(write(mean, form, plain=True) for mean, form in zip(means, forms.values(), strict=True)),
-            ]
-        )
+        means = {name: SeedMean(mean["mean"], mean["stderr"]) for name, mean in trial["metrics"].items()}
+        cells = [write(means.get(name), form) for name, form in forms.items()]
+        rows.append([short_label(trial["settings"]) + status, *cells])
         tasks += [f"{comma(outcome['task'].values())} (seed {outcome['seed']})" for outcome in trial["outcomes"]]
-    commits = comma(f"`{short_commit(commit)}`" for commit in info.get("commits", [info["commit"]]))
+    commits = comma(f"`{short_commit(commit)}`" for commit in made.get("commits", [made["commit"]]))
     text = (
         f"Base: `{ranking['base']}`; mean ± standard error over {comma(dict.fromkeys(tasks))}. Made by `emoe sweep` at "
-        f"commit {commits} on {info['device']} (torch {info['torch']}, Python {info['python']})."
+        f"commit {commits} on {made['device']} (torch {made['torch']}, Python {made['python']})."
     )
     return markdown([Table(["Trial", *forms], rows, note=text)])
 

@@ -120,7 +120,9 @@ def test_the_best_of_a_column() -> None:
 def test_cells_are_written_from_rows() -> None:
     rows = [row("emoe", 1.5, stderr=0.25), row("emoe", 2.5, metric="entropy")]
     line = Line(("E-MoE",), rows, "emoe", paper="8-modes")
-    assert Number("validity")(line) == "1.5" and Number("validity", error="measured", plain=True)(line) == "1.5 ±0.2"
+    assert (
+        Number("validity")(line) == "1.5" and Number("validity", error="measured")(line) == "1.5\N{NO-BREAK SPACE}±0.2"
+    )
     assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
     assert Number("validity", form="+")(line) == "+1.5"
     assert Number("validity", error="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"

@@ -135,7 +135,7 @@ def likelihood_tables(results: Results) -> list[Table]:
         for line in models(nll)
         for label, kind in KINDS.items()
     ]
-    number = Number(form=".3f", error="measured", plain=True)
+    number = Number(form=".3f", error="measured")
     columns = over("nfe", "T = {}", steps, lambda line: number(line) if line.rows else "")
     gains = comma(f"{part.label(row.method)} {row.value:+.3f}" for row in part.select(metric="coordination_gain"))
     text = note("likelihood", part, truth=f"{truth[0].value:.3f}", rows=f"{truth[0].n:,}", gains=gains)
