@@ -80,8 +80,8 @@ def _over_nfe(part: Results) -> list[Table]:
 
 
 TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; all others as the toy
-    "mnist": (images.bpd_tables, images.nfe_tables),
-    "digits": (images.bpd_tables, images.nfe_tables),
+    "mnist": (images.image_tables,),
+    "digits": (images.image_tables,),
     "text": (text.all_tables,),
     "ties": (ties.scaling_tables, ties.health_tables),
 }
