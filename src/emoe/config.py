@@ -82,7 +82,7 @@ def _is_number(value: Any) -> bool:
 
 def allowed_range(metadata: Mapping[str, Any]) -> str:
     """The range of a field as text: `>= 1`, `> 0 and <= 1`, or an empty string."""
-    return " and ".join(f"{sign} {limit:g}" for sign, _, limit in _limits(metadata))
+    return " and ".join(f"{sign} {limit}" for sign, _, limit in _limits(metadata))
 
 
 @dataclass(frozen=True, kw_only=True)
