@@ -15,9 +15,8 @@ from pathlib import Path
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
 from emoe.reporting.notes import comma, seeds_and_samples, short_commit, source_of, span
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, SeedMean, method_rank, select
-from emoe.reporting.table import Table, build, conventions_of, models, sampled, steps_of, with_note
+from emoe.reporting.table import Table, build, conventions_of, markdown, models, sampled, steps_of, with_note
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 

@@ -140,8 +140,8 @@ for name in {names}:
     importlib.import_module("emoe." + name)
 from emoe.reporting.docs import main
 from emoe.reporting.html import write_page
-from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results, RunInfo, Row
+from emoe.reporting.table import print_metrics
 row = dict(task="toy", data="8-modes", method="mdlm", recipe="r", seed=0, metric="validity", value=1.5)
 info = RunInfo(command="c", commit="d", device="e", torch="", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 results = Results().add(info, [Row(**row, nfe=nfe) for nfe in (1, 2)])

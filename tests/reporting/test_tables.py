@@ -7,9 +7,8 @@ import pytest
 from emoe.console import console_table
 from emoe.reporting.cells import Line, Number, over, reported
 from emoe.reporting.html import html_table
-from emoe.reporting.render import markdown, plain, print_metrics
 from emoe.reporting.results import Results, Row, RunInfo
-from emoe.reporting.table import Table, build, mark_best, models, over_nfe, sampled
+from emoe.reporting.table import Table, build, mark_best, markdown, models, over_nfe, plain, print_metrics, sampled
 from emoe.reporting.ties import across_data
 from emoe.reporting.toy import toy_tables
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from emoe.files import replace_file
 from emoe.reporting import images, text, ties, toy
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, markdown
 
 COMMAND = "python -m emoe.reporting.docs"
 MARKERS = re.compile(

@@ -19,10 +19,8 @@ from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, conventions_of, models, steps_of
 
 SETTINGS = ("paper", "duo")  # of perplexities
-GREEDY, AVERAGED = (
-    "route_tau=0",
-    "mean_below=0.7",
-)  # other ways to draw routes, in conventions; the latter of version 0.1
+# Other ways to draw routes, in conventions; the latter of version 0.1.
+GREEDY, AVERAGED = "route_tau=0", "mean_below=0.7"
 VARIANTS = {GREEDY: "greedy routes", AVERAGED: "averaged routes"}
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared

@@ -30,9 +30,8 @@ from emoe.figures.curves import Curve, Panel, draw
 from emoe.files import replace_file
 from emoe.reporting.docs import PAGES
 from emoe.reporting.provenance import describe_machine
-from emoe.reporting.render import markdown, print_table
 from emoe.reporting.results import Results, Row, RunInfo, mean_over_seeds, record
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, markdown, print_table
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
 from emoe.studies.stages import TIMES, Fields, Stage, Trained, steps_done

@@ -15,9 +15,8 @@ from emoe.domains.toy import Toy, ideal_factorised, validity_of_law
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.panels import histogram_grid
-from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results
-from emoe.reporting.table import sampled
+from emoe.reporting.table import print_metrics, sampled
 from emoe.reporting.toy import METRICS
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages
