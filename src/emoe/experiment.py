@@ -101,12 +101,11 @@ def customise(experiment: Experiment, settings: Mapping[str, object]) -> Experim
     """
     changed = override(experiment, settings)
     moved = differences(experiment, changed).keys() - {"seed"}
-    groups = {name: f"{name.replace('-', '_').removesuffix('.kind')}." for name in sorted(settings)}
-    words = [
-        f"{name.replace('_', '-')}={as_text(settings[name])}"
-        for name, group in groups.items()
-        if any(f"{path}.".startswith(group) for path in moved)
-    ]
+    words = []
+    for name in sorted(settings):
+        group = f"{name.replace('-', '_').removesuffix('.kind')}."
+        if any(f"{path}.".startswith(group) for path in moved):
+            words.append(f"{name.replace('_', '-')}={as_text(settings[name])}")
     if not words or "name" in settings:
         return changed
     return dataclasses.replace(changed, name=" ".join([experiment.name, *words]))
