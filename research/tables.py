@@ -1,4 +1,4 @@
-"""Tables that only pages of this repository show: summaries, gaps to the paper, benchmarks, searches, one-off studies.
+"""Tables that only pages of this repository show: summaries, gaps to the paper, benchmarks, one-off studies.
 
 The latter are recorded by `python research/NAME.py`. `python -m emoe.reporting.docs` adds `BLOCKS` to its own.
 """
@@ -6,17 +6,14 @@ The latter are recorded by `python research/NAME.py`. `python -m emoe.reporting.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from functools import partial
-from pathlib import Path
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
-from emoe.reporting.notes import comma, seeds_and_samples, short_commit, source_of, span
-from emoe.reporting.render import markdown
-from emoe.reporting.results import Results, SeedMean, method_rank, select
+from emoe.reporting.notes import seeds_and_samples, source_of, span
+from emoe.reporting.results import Results, method_rank, select
 from emoe.reporting.table import Table, build, conventions_of, models, sampled, steps_of, with_note
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
@@ -39,7 +36,6 @@ STATES = ("early", "middle")
 OBJECTIVES = {"objective": ("KL × 1", 3), "objective, KL/t": ("KL × 1/t (VADD as published)", 2)}  # log(2) / 3
 MNIST_STEPS = 200_000  # of the paper's recipes
 RIVAL = "vdm, eager"  # as the benchmark records it
-SEARCHES = [path.stem for path in (Path(__file__).parents[1] / "results" / "search").glob("*.json")]
 
 
 def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
@@ -75,7 +71,7 @@ def estimator_tables(results: Results) -> list[Table]:
         f"step of the 8-modes model with a batch of 128 on the CPU, over that of {BASELINE.replace('tau', 'τ')}, "
         f"medians of {cost.n} interleaved rounds. Made by `emoe reproduce estimators`, {source_of(results)}."
     )
-    number, tables = partial(Number, form=".2f", error="measured", plain=True), []
+    number, tables = partial(Number, form=".2f", error="measured"), []
     for state in STATES:
         routers, others = ({"convention": f"{state}, {part}"} for part in ("routers", "others"))
         names = sorted({row.recipe for row in results.select(**routers)}, key=estimator_order)
@@ -105,7 +101,7 @@ def route_limit(limit: Results, toy: Results) -> list[Table]:
         for method in ("limit", "emoe-plus", "vadd-plus", "vadd", "emoe", "mdlm")
         if (rows := results.select(data=data, method=method))
     ]
-    columns = [(measure(metric).label, Number(metric, plain=True)) for metric in ("validity", "overlap", "kl")]
+    columns = [(measure(metric).label, Number(metric)) for metric in ("validity", "overlap", "kl")]
     note = "One network call, exact laws, mean ± standard error over seeds."
     return build(["Density", ""], lines, columns, note)
 
@@ -122,7 +118,7 @@ def information_tables(results: Results) -> list[Table]:
     columns: list[Column] = [
         ("nats per row", lambda line: f"{sum(nats(line)):.2f}"),
         ("by block", lambda line: " + ".join(f"{value:.2f}" for value in nats(line))),
-        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, error="measured", plain=True)),
+        ("ties at NFE 1 (%)", Number("ties", {"nfe": 1}, error="measured")),
         ("coverage (%)", Number("coverage", {"nfe": 1})),
     ]
     text = f"Made by `emoe reproduce information`, {source_of(results)}."
@@ -160,7 +156,7 @@ def mnist_steps(results: Results) -> list[Table]:
     (rival,) = part.select(method=RIVAL)
     minutes = Number("step_ms", form=".1f", per=60_000 / MNIST_STEPS)
     columns: list[Column] = [
-        ("ms per step", Number("step_ms", form=".2f", error="measured", plain=True)),
+        ("ms per step", Number("step_ms", form=".2f", error="measured")),
         (f"minutes for {MNIST_STEPS:,} steps", lambda line: DASH if line.method == RIVAL else minutes(line)),
         ("speed against the VDM UNet", lambda line: f"{rival.value / line.rows[0].value:.1f}x"),
     ]
@@ -211,22 +207,17 @@ def step_variants(results: Results) -> list[Table]:
     rows = sorted(part.select(run=base.run), key=lambda row: row.value)
     lines = [Line((label(part, row.method),), [row]) for row in rows]
     columns = [("ms", Number(form=".2f")), ("over E-MoE", Number(form=".2f", per=base.value, unit="x"))]
-    run = part.runs[base.run]
-    text = f"Made by `{run.command}` at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch})."
+    text = f"Made by `{part.runs[base.run].command}`, {source_of(part.of(rows))}."
     return build(["One training step of 512 rows"], lines, columns, text)
 
 
 def toy_source(results: Results) -> str:
     """Return commands, commits and devices of the tables, with seeds and sample counts."""
     part = sampled(results).only(task="toy", metric=METRICS)
-    commands: dict[str, list[str]] = {}
-    for run in part.runs.values():
-        where = f"at commit `{short_commit(run.commit)}` on {run.device} (torch {run.torch}, Python {run.python})"
-        commands.setdefault(where, []).append(f"`{run.command}`")
-    sources = "; ".join(f"{comma(dict.fromkeys(own))} {where}" for where, own in commands.items())
+    sources = dict.fromkeys(f"`{run.command}`, {source_of(part.only(run=name))}" for name, run in part.runs.items())
     rows = {metric: part.models.select(metric=metric) for metric in METRICS}
     samples = "; ".join(f"{metric} from {seeds_and_samples(group)}" for metric, group in rows.items() if group)
-    return f"Made by {sources}: {samples}."
+    return f"Made by {'; '.join(sources)}: {samples}."
 
 
 def toy_gaps(results: Results) -> str:
@@ -238,44 +229,10 @@ def toy_gaps(results: Results) -> str:
             line = line.where(nfe=1)
             mean, paper = Number("validity").mean(line), line.reported("validity")
             gap = f"{round(mean.mean, 1) - paper:+.1f}".replace("-", MINUS)
-            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f', plain=True)}"
+            ours = f"{part.label(method)} on {data_name(data)} at NFE 1: validity {write(mean, '.1f')}"
             overlap = Plain("overlap")(line)
             sentences.append(f"- {ours}, the paper reports {paper:.1f}: {gap} points (overlap {overlap}).")
     return "\n".join(sentences)
-
-
-def search(name: str, folder: Path) -> str:
-    """Return all trials of a search of version 0.1 (`results/search/*.json`), best first."""
-    ranking = json.loads((folder / "search" / f"{name}.json").read_text(encoding="utf-8"))
-    forms, info = {name: f".{measure(name.partition('@')[0]).digits}f" for name in ranking["rank"]}, ranking["made"]
-    rows, tasks = list[list[str]](), list[str]()
-    for trial in ranking["trials"]:
-        status = f" ({trial['status']})" * (trial["status"] != "done")
-        means = [mean and SeedMean(mean["mean"], mean["stderr"]) for mean in map(trial["metrics"].get, forms)]
-        rows.append(
-            [
-                short_label(trial["settings"]) + status,
-                *(write(mean, form, plain=True) for mean, form in zip(means, forms.values(), strict=True)),
-            ]
-        )
-        tasks += [f"{comma(outcome['task'].values())} (seed {outcome['seed']})" for outcome in trial["outcomes"]]
-    commits = comma(f"`{short_commit(commit)}`" for commit in info.get("commits", [info["commit"]]))
-    text = (
-        f"Base: `{ranking['base']}`; mean ± standard error over {comma(dict.fromkeys(tasks))}. Made by `emoe sweep` at "
-        f"commit {commits} on {info['device']} (torch {info['torch']}, Python {info['python']})."
-    )
-    return markdown([Table(["Trial", *forms], rows, note=text)])
-
-
-def short_label(settings: dict[str, str]) -> str:
-    """Return changed fields without their family's name; ramps as `4 → 1 over 60%`."""
-    words = []
-    for name, text in settings.items():
-        if text.startswith("{"):
-            ramp = json.loads(text)
-            text = f"{ramp['start']:g} → {ramp['end']:g} over {ramp.get('share', 1):.0%}"
-        words.append(f"{name.rpartition('.')[2]} {text}")
-    return comma(words) or "**base**"
 
 
 BLOCKS: dict[str, Block] = {
@@ -292,5 +249,4 @@ BLOCKS: dict[str, Block] = {
     "step-variants": block(step_variants, "benchmark", command="python benchmarks/step_time.py --record"),
     "scaling-64-table": block(scaling_tables, "scaling-64", command="emoe reproduce scaling"),
     "scaling-64-health": block(health_tables, "scaling-64", command="emoe reproduce scaling"),
-    **{f"search-{name}": partial(search, name) for name in SEARCHES},
 }

@@ -11,15 +11,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 import emoe.methods
 from emoe.backbones.base import BackboneConfig
 from emoe.backbones.transformer import TransformerConfig
-from emoe.config import ConfigError, Family, from_dict, to_dict
+from emoe.config import Config, ConfigError, Family, from_dict, option, to_dict
 from emoe.domains.base import DomainConfig
+from emoe.domains.ties import TiesConfig
 from emoe.engine.fit import TrainConfig
 from emoe.engine.optim import OptimConfig
 from emoe.experiment import EvalConfig, Experiment, customise
@@ -128,6 +129,25 @@ def test_a_config_checks_its_ranges_when_it_is_made_in_python() -> None:
     assert problems(lambda: TrainConfig(steps=-(10**400)))[0].startswith("steps: must be >= 1, got -1000")
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().steps = 5  # type: ignore[misc]
+
+
+def test_a_config_checks_its_types_when_it_is_made_in_python() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Paint(Config):
+        colours: tuple[Literal["red", "blue"], ...] = option((), doc="colours")
+        tau: Ramp = option(Constant(value=1.0), doc="a ramp", above=0)
+        share: float = option(0.5, doc="a share", high=1)
+
+    assert Paint(colours=["red"], tau=2, share=1) == Paint(colours=("red",), tau=Constant(value=2.0), share=1.0)  # type: ignore[arg-type]
+    lines = problems(lambda: Paint(colours=("red", "blu"), tau="linear", share=True))  # type: ignore[arg-type]
+    assert lines == [
+        "colours: got 'blu'; did you mean 'blue'?",
+        "tau: expected the fields of Ramp, got 'linear'",
+        "share: expected number <= 1, got True",
+    ]
+    with pytest.raises(ConfigError, match="family: got 'pair'; did you mean 'pairs'?"):
+        vars(tied := TiesConfig(family="pairs"))["family"] = "pair"  # the tests check the types of arguments before
+        tied.__post_init__()
 
 
 def test_switching_a_family_resets_its_fields() -> None:

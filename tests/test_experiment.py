@@ -13,9 +13,8 @@ import torch
 from small import trained
 
 from emoe.config import ConfigError
-from emoe.experiment import Experiment, customise
+from emoe.experiment import SCHEMA, Experiment, customise, migrate
 from emoe.methods.emoe import EMoEConfig
-from emoe.migrate import SCHEMA, migrate
 from emoe.overrides import differences
 from emoe.ramps import Constant
 from emoe.recipes import get_recipe

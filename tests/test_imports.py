@@ -38,7 +38,6 @@ LAYERS: dict[str, list[str]] = {
     "kernels*": [],
     "ramps": ["config"],
     "overrides": ["config"],
-    "migrate": ["config"],
     "diffusion*": BASE,
     "routing*": [*BASE, "diffusion.*"],
     "backbones*": [*BASE, "diffusion.*", "routing.*"],
@@ -46,8 +45,8 @@ LAYERS: dict[str, list[str]] = {
     "engine*": BASE,
     "figures*": ["types", "files"],
     "domains*": ["config", "types", "rng", "files", "figures.base", "figures.panels"],
-    "reporting*": ["files", "console", "figures*"],
-    "experiment": [*BASE, "overrides", "migrate", "engine.*", "backbones.base", "methods.base", "domains.base"],
+    "reporting*": ["config", "files", "console", "figures*", "engine.metricslog"],
+    "experiment": [*BASE, "overrides", "engine.*", "backbones.base", "methods.base", "domains.base"],
     "recipes*": [*NETWORKS, "methods.*", "engine.*", "domains*", "experiment"],
     "runs.sampling": [*BASE, "diffusion.*", "engine.arithmetic", "methods.base"],
     "exact*": [*NETWORKS, "methods.base", "runs.sampling"],
@@ -141,11 +140,10 @@ for name in {names}:
     importlib.import_module("emoe." + name)
 from emoe.reporting.docs import main
 from emoe.reporting.html import write_page
-from emoe.reporting.provenance import describe_machine
-from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results, RunInfo, Row
+from emoe.reporting.table import print_metrics
 row = dict(task="toy", data="8-modes", method="mdlm", recipe="r", seed=0, metric="validity", value=1.5)
-info = RunInfo(command="c", wall_s=1, **describe_machine("cpu"))
+info = RunInfo(command="c", commit="d", device="e", torch="", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 results = Results().add(info, [Row(**row, nfe=nfe) for nfe in (1, 2)])
 print_metrics(results, "toy", ["validity"])
 write_page({str(tmp_path / "page.html")!r}, "title", results)

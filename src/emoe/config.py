@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
 import operator
@@ -22,6 +23,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 C = TypeVar("C", bound="Config")
+_hints = functools.cache(typing.get_type_hints)
 _short = reprlib.Repr()  # values inside messages: one line, however long the value is
 _short.maxstring = _short.maxother = _short.maxlong = 80
 
@@ -67,46 +69,35 @@ def _limits(metadata: Mapping[str, Any]) -> list[tuple[str, Any, float]]:
     return [(sign, holds, metadata[name]) for name, sign, holds in limits if metadata.get(name) is not None]
 
 
-def _in_range(number: float, metadata: Mapping[str, Any]) -> bool:
+def _in_range(number: float, metadata: Mapping[str, Any]) -> float:
     # The comparison with infinity is correct also for whole numbers that no float can represent.
-    return -math.inf < number < math.inf and all(holds(number, limit) for _, holds, limit in _limits(metadata))
+    if not (-math.inf < number < math.inf and all(holds(number, limit) for _, holds, limit in _limits(metadata))):
+        raise ConfigError(f": must be {allowed_range(metadata) or 'a finite number'}, got {_short.repr(number)}")
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def allowed_range(metadata: Mapping[str, Any]) -> str:
     """The range of a field as text: `>= 1`, `> 0 and <= 1`, or an empty string."""
-    return " and ".join(f"{sign} {limit:g}" for sign, _, limit in _limits(metadata))
+    return " and ".join(f"{sign} {limit}" for sign, _, limit in _limits(metadata))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of all configs: checks every field against its range when it is built."""
+    """Base of all configs: checks every field against its type and range when it is built."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for field in dataclasses.fields(self):
-            numbers = _numbers(getattr(self, field.name))
-            if wrong := [number for number in numbers if not _in_range(number, field.metadata)]:
-                allowed = allowed_range(field.metadata) or "a finite number"
-                problems.append(f"{field.name}: must be {allowed}, got {_short.repr(wrong[0])}")
+        values, problems = _converted(type(self), vars(self))
+        vars(self).update(values)  # the class is frozen
         if problems := problems or list(self.conflicts()):
             raise ConfigError(problems)
 
     def conflicts(self) -> Iterator[str]:
         """Yield one line per illegal combination of fields, beginning with the field's name and a colon."""
         return iter(())
-
-
-def _numbers(value: Any) -> tuple[float, ...]:
-    """The numbers that a range applies to: a number, each number of a tuple, or the extremes of a ramp."""
-    if isinstance(value, tuple):
-        return tuple(number for item in value for number in _numbers(item))
-    if isinstance(value, Family):
-        return tuple(getattr(value, name) for name in value.extremes)
-    return (value,) if _is_number(value) else ()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +166,7 @@ def hint(word: str, candidates: list[str]) -> str:
 
 def field_types(cls: type) -> dict[str, Any]:
     """Field name -> resolved annotation, without class variables."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
@@ -202,22 +193,28 @@ def from_dict(cls: type[C], data: Mapping[Any, Any]) -> C:
     data = dict(data)
     if issubclass(cls, Family):
         cls = cls.resolve(data.pop("kind", cls.kind))  # type: ignore[assignment]
-    hints = field_types(cls)
-    unknown = [name for name in data if name not in hints]
-    problems = [f"{name}: unknown field of {cls.__name__}{hint(str(name), list(hints))}" for name in unknown]
-    values: dict[str, Any] = {}
+    known = list(field_types(cls))
+    unknown = [str(name) for name in data if name not in known]
+    problems = [f"{name}: unknown field of {cls.__name__}{hint(name, known)}" for name in unknown]
     for field in dataclasses.fields(cls):
-        name = field.name
-        if name in data:
-            try:
-                values[name] = convert(hints[name], data[name], allowed_range(field.metadata))
-            except ConfigError as error:
-                problems += [name + line for line in error.problems]
-        elif field.default is MISSING and field.default_factory is MISSING:
-            problems.append(f"{name}: missing; {field.metadata.get('doc', 'give a value')}")
-    if problems:
-        raise ConfigError(problems)
+        if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
+            problems.append(f"{field.name}: missing; {field.metadata.get('doc', 'give a value')}")
+    values, wrong = _converted(cls, data)
+    if problems or wrong:
+        raise ConfigError(problems + wrong)
     return cls(**values)
+
+
+def _converted(cls: type[Config], data: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields in `data` in their annotated types, and one line for each value that is not allowed."""
+    values, problems, annotations = dict[str, Any](), list[str](), field_types(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in data:
+            try:
+                values[field.name] = convert(annotations[field.name], data[field.name], field.metadata)
+            except ConfigError as error:
+                problems += [field.name + line for line in error.problems]
+    return values, problems
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -244,39 +241,42 @@ def type_name(annotation: Any) -> str:
     return " or ".join(names)
 
 
-def convert(annotation: Any, value: Any, allowed: str = "") -> Any:
-    """Check `value` (already a JSON value) against an annotation and return it in the annotated type.
+def convert(annotation: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
+    """Return `value`, which may be a JSON value, in the annotated type, after a check of its type and range.
 
-    The range `allowed` is not checked here; an error about the type names it. Problems begin with a colon, or with the
-    dot before a field of the value.
+    The range in the metadata of a field applies to a number, each number of a tuple, or the extremes of a ramp.
+    Problems begin with a colon, or with the dot before a field of the value.
     """
     kinds = alternatives(annotation)
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
-        if get_origin(kind) is Literal:
+        base = get_origin(kind) or kind
+        if base is Literal:
             if value in get_args(kind):
                 return value
             if len(kinds) == 1:
                 known = hint(str(value), [str(choice) for choice in get_args(kind)])
                 raise ConfigError([f": got {_short.repr(value)}{known}"])
-        elif get_origin(kind) is tuple:
+        elif base is tuple:
             if isinstance(value, list | tuple):
-                return tuple(convert(get_args(kind)[0], item, allowed) for item in value)
-        elif issubclass(kind, Config):
-            if isinstance(value, kind):
-                return value
+                return tuple(convert(get_args(kind)[0], item, metadata) for item in value)
+        elif issubclass(base, Config):
             if issubclass(kind, Family) and kind.number_kind and _is_number(value):
                 value = {"kind": kind.number_kind, "value": value}
-            if not isinstance(value, Mapping):
+            if isinstance(value, Mapping):
+                with prefixed("."):
+                    value = from_dict(kind, value)
+            if not isinstance(value, kind):
                 raise ConfigError([f": expected the fields of {kind.__name__}, got {_short.repr(value)}"])
-            with prefixed("."):
-                return from_dict(kind, value)
-        elif kind is float:
+            for name in getattr(value, "extremes", ()):
+                _in_range(getattr(value, name), metadata)
+            return value
+        elif base is float:
             if _is_number(value):
                 with contextlib.suppress(OverflowError):
-                    return float(value)
-        elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-            return value
-    expected = f"{type_name(annotation)} {allowed}".rstrip()
+                    return _in_range(float(value), metadata)
+        elif isinstance(value, base) and (base is bool or not isinstance(value, bool)):
+            return _in_range(value, metadata) if base is int else value
+    expected = f"{type_name(annotation)} {allowed_range(metadata)}".rstrip()
     raise ConfigError([f": expected {expected}, got {_short.repr(value)}"])

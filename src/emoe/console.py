@@ -29,7 +29,6 @@ class Progress(AbstractContextManager["Progress"]):
         self._stream = None if quiet else sys.stderr
         # Speed over the last calls, not since the start: a slow first step (compilation) would spoil the ETA.
         self._marks = deque([(time.monotonic(), start)], maxlen=20)
-        self._shown = 0.0
         self._bar = None if self._stream is None else _rich_bar(self._stream)
         self._task = self._bar and self._bar.add_task(label, total=total, completed=start, status="")
 
@@ -43,12 +42,11 @@ class Progress(AbstractContextManager["Progress"]):
                 self._bar.stop()
             self._bar = None
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, **fields: str) -> None:
         """Move the bar; cheap enough for every step. Without a bar it does nothing."""
-        if self._bar is not None and time.monotonic() - self._shown >= 0.1:
-            self._shown = time.monotonic()
+        if self._bar is not None:
             self._bar.start()
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step, **fields)
 
     def log(self, step: int, text: str = "") -> None:
         """Show that `step` is done, with the speed and a text such as the loss."""
@@ -56,8 +54,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._marks.append((now, step))
         pace = _pace(step - before, now - then, self.total - step)
         if self._bar is not None:
-            self._bar.start()
-            self._bar.update(self._task, completed=step, status=f"{pace}  {text}")
+            self.update(step, status=f"{pace}  {text}")
         else:
             percent = 100.0 * step / self.total if self.total else 100.0
             self.note(f"step {step}/{self.total} ({percent:.1f}%), {pace}" + (f" | {text}" if text else ""))

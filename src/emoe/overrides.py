@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from emoe.config import C, Config, ConfigError, Family, alternatives, convert, field_types, from_dict, prefixed, to_dict
@@ -84,7 +85,7 @@ def override(config: C, settings: Mapping[str, object]) -> C:
     return from_dict(type(config), tree)
 
 
-def _parse(annotation: Any, text: str) -> Any:
+def parse(annotation: Any, text: str) -> Any:
     """Parse the text of a command-line value into a JSON value of the annotated type, which `convert` checks."""
     kinds = alternatives(annotation)
     if type(None) in kinds and text.lower() in ("none", "null"):
@@ -94,10 +95,12 @@ def _parse(annotation: Any, text: str) -> Any:
         if kind is bool and text.lower() in BOOLEANS:
             return BOOLEANS[text.lower()]
         if get_origin(kind) is tuple:
-            return [_parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
+            return [parse(get_args(kind)[0], part) for part in re.split(r"[,\s]+", text.strip(" ()[]")) if part]
         if kind is int or kind is float or (family and family.number_kind):
             with contextlib.suppress(ValueError):
                 return int(text) if kind is int else float(text)
+        if kind is Path:
+            return Path(text)
         if isinstance(kind, type) and issubclass(kind, Config) and text.lstrip().startswith("{"):
             try:
                 return json.loads(text)
@@ -119,7 +122,7 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], value: object) -> Non
     name, *rest = path
     annotation = field_types(cls)[name]
     if not rest:
-        tree[name] = _parse(annotation, value) if isinstance(value, str) else value
+        tree[name] = parse(annotation, value) if isinstance(value, str) else value
         return
     configs = [kind for kind in alternatives(annotation) if isinstance(kind, type) and issubclass(kind, Config)]
     if not configs:
@@ -128,5 +131,5 @@ def _put(tree: dict[str, Any], cls: type, path: list[str], value: object) -> Non
         tree[name] = {}  # the defaults of an optional part
     elif not isinstance(tree[name], dict):
         with prefixed(name):
-            tree[name] = to_dict(convert(annotation, tree[name]))
+            tree[name] = to_dict(convert(annotation, tree[name], {}))
     _put(tree[name], configs[0], rest, value)

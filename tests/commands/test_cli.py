@@ -96,7 +96,7 @@ train toy-8modes-mdlm --method.top-k 2 | method.top-k: no such field | method.t-
 train toy-8modes-emoe --train.steps | train.steps: a value is missing | --train.steps VALUE
 train toy-8modes-emoe --device gpu | device: 'gpu' is not known | allowed: auto, cpu, cuda, cuda:N
 train toy-8modes-emoe --data-root x | data-root: the data of this run come from no such folder
-sample x --nfe 1,2 | nfe: expected one whole number >= 1 and <= 10000, got '1,2'
+sample x --nfe 1,2 | nfe: expected whole number >= 1 and <= 10000, got '1,2'
 sample x | run: x is no run folder | emoe train RECIPE
 sample x --keep 0 | keep: applies to given rows only; add --given FILE
 sample x --given 1 --continue 1 | continue: is another way of giving rows; give either --given or --continue
@@ -105,7 +105,7 @@ eval x --likelihood bond@4 | likelihood: 'bond@4' is no likelihood; allowed: obj
 verify --method mdml | method: 'mdml' has no exact law | did you mean 'mdlm'?
 reproduce toyy | study: 'toyy' is not known | did you mean 'toy'?
 reproduce toy --densities 9-modes | densities: '9-modes' | 8-modes, swiss-roll
-reproduce toy --seeds one | seeds: expected whole numbers >= 0
+reproduce toy --seeds one | seeds: expected whole number >= 0
 reproduce toy --train.stps 5 | train.stps: | did you mean 'train.steps'?
 reproduce toy --data-root x | data-root: 'toy' needs no data files
 data minst | data: 'minst' is not known | did you mean 'mnist'?

@@ -6,11 +6,11 @@ import pytest
 
 from emoe.console import console_table
 from emoe.reporting.cells import Line, Number, over, reported
-from emoe.reporting.render import html_table, markdown, plain, print_metrics
+from emoe.reporting.html import html_table
 from emoe.reporting.results import Results, Row, RunInfo
-from emoe.reporting.table import Table, build, mark_best, models, over_nfe, sampled
+from emoe.reporting.table import Table, build, mark_best, markdown, models, over_nfe, plain, print_metrics, sampled
 from emoe.reporting.ties import across_data
-from emoe.reporting.toy import toy_page
+from emoe.reporting.toy import toy_tables
 
 RUN = RunInfo(command="c", commit="d", device="e", torch="2", python="3", date="2025-01-01T00:00:00Z", wall_s=1)
 
@@ -33,6 +33,10 @@ def toy_results(*more: Row) -> Results:
                 )
             rows.append(row("data", 99.0, nfe=None, recipe="reference", **at))
     return Results().add(RUN, rows)
+
+
+def toy_page(results: Results) -> str:
+    return markdown(toy_tables(results))
 
 
 def cells(text: str, label: str) -> list[str]:
@@ -119,7 +123,8 @@ def test_the_best_of_a_column() -> None:
 def test_cells_are_written_from_rows() -> None:
     rows = [row("emoe", 1.5, stderr=0.25), row("emoe", 2.5, metric="entropy")]
     line = Line(("E-MoE",), rows, "emoe", paper="8-modes")
-    assert Number("validity")(line) == "1.5" and Number("validity", error="measured", plain=True)(line) == "1.5 ±0.2"
+    assert Number("validity")(line) == "1.5"
+    assert Number("validity", error="measured")(line) == "1.5\N{NO-BREAK SPACE}±0.2"
     assert Number("validity", form="+.2f", per=-10, unit=" k")(line) == "\N{MINUS SIGN}0.15 k"
     assert Number("validity", form="+")(line) == "+1.5"
     assert Number("validity", error="entropy")(line) == "1.5\N{NO-BREAK SPACE}±2.5"

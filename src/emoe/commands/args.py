@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import re
 import shlex
 from argparse import ArgumentTypeError
@@ -30,10 +29,9 @@ from shutil import get_terminal_size
 from textwrap import dedent, fill
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from emoe.config import ConfigError, alternatives, hint
-from emoe.overrides import as_text, field_hint, paths
+from emoe.config import ConfigError, alternatives, convert
+from emoe.overrides import as_text, field_hint, parse, paths
 
-NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
 SEVERAL, REPEATED = "several words", "given several times"
 INJECTED = ("settings", "command")
 FIELDS = ("name", "seed", "domain", "backbone", "method", "optim", "train", "eval")  # of an experiment, without a dot
@@ -48,12 +46,8 @@ COMMON = {
 class Range(NamedTuple):
     """Smallest and largest number that is allowed."""
 
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __str__(self) -> str:
-        ends = ((">=", self.low), ("<=", self.high))
-        return " and ".join(f"{sign} {end}" for sign, end in ends if not math.isinf(end))
+    low: float | None = None
+    high: float | None = None
 
 
 Steps = Annotated[int, Range(1, 10_000)]
@@ -124,9 +118,8 @@ class Command:
         elif positional and not required:
             options["nargs"] = "?"
         if kind is not bool:
-            limits = {end: about[end] for end in ("low", "high") if about.get(end) is not None}
-            element = get_args(kind)[0] if options.get("action") else Annotated[annotation, Range(**limits)]
-            options["type"] = functools.partial(read, element)
+            limits = next((extra._asdict() for extra in extras if isinstance(extra, Range)), about)
+            options["type"] = functools.partial(read, get_args(kind)[0] if options.get("action") else kind, limits)
         if positional:
             self.parser.add_argument(name, **options)
             return
@@ -194,26 +187,12 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     return annotation, ()
 
 
-def read(annotation: Any, word: str) -> Any:
-    """The value of a word: int, float, str, Path, Literal, or a tuple of them as `1,2,4`."""
-    kind, extras = unwrap(annotation)
-    several = get_origin(kind) is tuple
-    element = get_args(kind)[0] if several else kind
-    if get_origin(kind) is Literal:
-        if word not in get_args(kind):
-            raise ArgumentTypeError(f"{word!r} is not known{hint(word, list(get_args(kind)))}")
-        return word
-    if element not in NUMBERS:
-        return tuple(element(part.strip()) for part in word.split(",") if part.strip()) if several else kind(word)
-    allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
+def read(kind: Any, limits: Mapping[str, Any], word: str) -> Any:
+    """The value of a word, read like a field of a config."""
     try:
-        values = tuple(map(element, word.split(",") if several else [word]))
-    except ValueError:
-        expected = f"{NUMBERS[element]}s" if several else f"one {NUMBERS[element]}"
-        raise ArgumentTypeError(f"expected {f'{expected} {allowed}'.rstrip()}, got {word!r}") from None
-    if not all(allowed.low <= value <= allowed.high and math.isfinite(value) for value in values):
-        raise ArgumentTypeError(f"must be {str(allowed) or 'finite'}, got {word}")
-    return values if several else values[0]
+        return convert(kind, parse(kind, word), limits)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error).removeprefix(": ")) from None
 
 
 def split_settings(

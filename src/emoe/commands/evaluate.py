@@ -137,7 +137,7 @@ def sample_rows(run: Run, nfe: Sequence[int], samples: int | None, seed: int | N
 
 def show(results: Results, likelihoods: Sequence[Row]) -> None:
     """Print a table for each metric over NFE, and one of the likelihoods, given by their rows of `nll`."""
-    from emoe.reporting.render import print_metrics
+    from emoe.reporting.table import print_metrics
     from emoe.types import Likelihood
 
     for part in (results.only(convention=None), results.only(convention="exact"), results.only(metric="gen_ppl")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
@@ -42,10 +42,6 @@ class ToyConfig(DomainConfig, kind="toy"):
 
     density: Density = option(doc="which density; the first two are the paper's, the last five are held out")
     points: int = option(20_000, doc="training points", low=2)
-
-    def conflicts(self) -> Iterator[str]:
-        if self.density not in get_args(Density):  # in a script, whose types are not checked
-            yield f"density: {self.density!r} is not known; allowed: {', '.join(get_args(Density))}"
 
     def build(self, seed: int) -> Toy:
         return Toy(self, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +33,3 @@ def save(figure: Figure, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # characters missing in the font are drawn as boxes
         figure.savefig(path, dpi="figure")
-
-
-def png(figure: Figure) -> bytes:
-    """Return the figure as the bytes of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

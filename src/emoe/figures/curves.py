@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emoe.figures.base import CYCLE, LEGEND, REFERENCE, canvas
@@ -85,13 +82,3 @@ def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     size = max(1, math.ceil(len(finite) / MOST_POINTS))
     groups = [finite[start : start + size] for start in range(0, len(finite), size)]
     return [(math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)) for xs, ys in (zip(*g, strict=True) for g in groups)]
-
-
-def read_curve(path: str | Path, key: str) -> list[tuple[float, float]]:
-    """Return the points (step, key) of a metrics.jsonl file; lines without them, or cut by a crash, are skipped."""
-    points = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
-            points.append((float(entry["step"]), float(entry[key])))
-    return points

@@ -70,14 +70,14 @@ class Line:
         return paper_numbers().get((self.paper, self.method, metric, self.nfe, self.variant))
 
 
-def write(mean: SeedMean | None, form: str, *, unit: str = "", plain: bool = False) -> str:
-    """Format a mean and its standard error as in `87.6 ±0.6`; `plain` uses ASCII for minus and space."""
+def write(mean: SeedMean | None, form: str, *, unit: str = "") -> str:
+    """Format a mean and its standard error as in `87.6 ±0.6`."""
     if mean is None:
         return DASH
     text = f"{mean.mean:{form}}{unit}"
     if mean.stderr is not None:
         text += f"{NBSP}±{mean.stderr:{form.lstrip('+')}}{unit}"
-    return text.replace(NBSP, " ") if plain else text.replace("-", MINUS)
+    return text.replace("-", MINUS)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class Number:
     unit: str = ""
     per: float = 1.0  # divisor
     error: str = "seeds"  # standard error over seeds; "measured": of a single seed its own; a metric; "": no error
-    plain: bool = False  # ASCII minus and space
     below: Sequence[Number] = ()  # if there is this number
     paper: str = ""  # form of the paper's numbers, for as many of ours as it has fields: "{:.1f}, H {:.2f}"
 
@@ -109,7 +108,7 @@ class Number:
     def __call__(self, line: Line) -> str:
         metric = self.metric or next((row.metric for row in line.rows), "")
         form = self.form if self.form.strip("+") else f"{self.form}.{measure(metric).digits}f"
-        texts = [self.prefix + write(self.mean(line), form, unit=self.unit, plain=self.plain)]
+        texts = [self.prefix + write(self.mean(line), form, unit=self.unit)]
         if self.below:
             if texts == [DASH]:
                 return DASH

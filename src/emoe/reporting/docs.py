@@ -17,9 +17,8 @@ from pathlib import Path
 
 from emoe.files import replace_file
 from emoe.reporting import images, text, ties, toy
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, ResultsError
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, markdown
 
 COMMAND = "python -m emoe.reporting.docs"
 MARKERS = re.compile(
@@ -59,12 +58,12 @@ BLOCKS: dict[str, Block] = {
     "text-checks": block(checks, "text"),
     "text-tiny-checks": block(checks, "text-tiny", command="emoe reproduce text --size text-tiny"),
 }
-PAGES: dict[str, Callable[[Results], str]] = {  # whole pages below results/, each of the file of its name
-    "toy": toy.toy_page,
-    "mnist": images.image_page,
-    "digits": images.image_page,
-    "text": text.text_page,
-    "text-tiny": text.text_page,
+PAGES: dict[str, Callable[[Results], list[Table]]] = {  # whole pages below results/, each of the file of its name
+    "toy": toy.toy_tables,
+    "mnist": images.image_tables,
+    "digits": images.image_tables,
+    "text": text.all_tables,
+    "text-tiny": text.all_tables,
 }
 
 
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             page = path.read_text(encoding="utf-8")
             if path.parent == results and path.stem in PAGES and source.exists():
-                fresh = PAGES[path.stem](load(source))
+                fresh = markdown(PAGES[path.stem](load(source)))
             else:
                 fresh = render(page, results, blocks)
         except (OSError, BlockError, ResultsError) as error:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from emoe.figures.base import png
-from emoe.figures.curves import Curve, Panel, draw, read_curve
+from emoe.engine.metricslog import read_metrics
+from emoe.figures.curves import Curve, Panel, draw
 from emoe.files import replace_file
 from emoe.reporting import images, text, ties, toy
-from emoe.reporting.cells import data_of, names
+from emoe.reporting.cells import NBSP, Line, data_of, names
 from emoe.reporting.notes import comma, span
-from emoe.reporting.render import html_table, inline
 from emoe.reporting.results import Results
 from emoe.reporting.table import Table, over_nfe, printed, sampled
 
@@ -79,8 +80,8 @@ def _over_nfe(part: Results) -> list[Table]:
 
 
 TABLES: dict[str, Sequence[Callable[[Results], list[Table]]]] = {  # by task; all others as the toy
-    "mnist": (images.bpd_tables, images.nfe_tables),
-    "digits": (images.bpd_tables, images.nfe_tables),
+    "mnist": (images.image_tables,),
+    "digits": (images.image_tables,),
     "text": (text.all_tables,),
     "ties": (ties.scaling_tables, ties.health_tables),
 }
@@ -104,7 +105,8 @@ def _training(results: Results, runs: Sequence[Path]) -> Iterable[Panel]:
         curves = {}
         for run in runs:
             experiment = json.loads((run / "experiment.json").read_text(encoding="utf-8"))
-            kind, points = experiment["method"]["kind"], read_curve(run / "metrics.jsonl", key)
+            kind, records = experiment["method"]["kind"], read_metrics(run / "metrics.jsonl")
+            points = [(record["step"], record[key]) for record in records if key in record]
             label = results.label(kind)
             label = f"{experiment['name']}, seed {experiment['seed']}" if label in curves else label
             if any(value for _, value in points):
@@ -115,8 +117,42 @@ def _training(results: Results, runs: Sequence[Path]) -> Iterable[Panel]:
 def _figure(panels: Iterable[Panel], name: str) -> str:
     """Return panels as one picture, two in a row; without matplotlib a sentence."""
     shown = [panel for panel in panels if panel.curves]
-    rows = [shown[start : start + 2] for start in range(0, len(shown), 2)]
+    rows, file = [shown[start : start + 2] for start in range(0, len(shown), 2)], io.BytesIO()
+    if not rows:
+        return ""
     try:
-        return _picture(png(draw(rows, width=5.0)), f"Curves: {name}") if rows else ""
+        draw(rows, width=5.0).savefig(file)
+        return _picture(file.getvalue(), f"Curves: {name}")
     except ImportError:
         return _card('<p class="note">Curves are left out: matplotlib is not installed.</p>')
+
+
+def html_table(table: Table, colour: Callable[[str], str]) -> str:
+    """Return a table in HTML, with the colours of methods."""
+    head = "".join(f'<th scope="col">{inline(name)}</th>' for name in table.header)
+    lines = []
+    for number, row in enumerate(table.rows):
+        line = table.lines[number] if table.lines else Line(())
+        key = f'<i class="key" style="background:{colour(line.method)}"></i>' if line.method else ""
+        cells = [_html_cell(cell, key * (column == 0)) for column, cell in enumerate(row)]
+        lines.append(f'<tr class="{"reference" * line.reference}">{"".join(cells)}</tr>')
+    kind, body = "numbers" if table.lines else "words", "\n".join(lines)
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    )
+
+
+def _html_cell(cell: str, key: str) -> str:
+    first, *below = cell.split("\n")
+    value, error, size = first.partition(f"{NBSP}±")
+    small = [f"±{size}"] * bool(error) + below
+    kind = ' class="best"' if cell.startswith("**") else ""
+    return f"<td{kind}>{key}{inline(value)}{''.join(f'<small>{inline(text)}</small>' for text in small)}</td>"
+
+
+def inline(text: str) -> str:
+    """Return inline Markdown as HTML, escaped."""
+    text = html.escape(text)
+    for pattern, tag in ((r"\*\*(.+?)\*\*", "b"), (r"\*(.+?)\*", "em"), (r"`([^`]+)`", "code")):
+        text = re.sub(pattern, rf"<{tag}>\1</{tag}>", text)
+    return text.replace("\n", "<br>")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from emoe.reporting.cells import Column, Measured, Millions, Number, data_name, data_of, over, reported
 from emoe.reporting.notes import note, span
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, method_rank
 from emoe.reporting.table import Table, build, conventions_of, models, over_nfe, reference, rivals, with_note
 
@@ -32,7 +31,9 @@ def bpd_tables(results: Results) -> list[Table]:
             "images": span(row.n for row in rows if row.convention not in weighted),
             "weighted": span(row.n for row in rows if row.convention in weighted),
         }
-        tables += build([data_name(data)], lines, columns, note("images-bpd", part, **counts))
+        for table in build([data_name(data)], lines, columns, note("images-bpd", part, **counts)):
+            table.title = "**Bits per dimension**"
+            tables.append(table)
     return tables
 
 
@@ -52,6 +53,6 @@ def nfe_tables(results: Results) -> list[Table]:
     return tables
 
 
-def image_page(results: Results) -> str:
-    """Return the text of `results/mnist.md` and `results/digits.md`."""
-    return f"**Bits per dimension**\n\n{markdown([*bpd_tables(results), *nfe_tables(results)])}"
+def image_tables(results: Results) -> list[Table]:
+    """Return the tables of `results/mnist.md` and `results/digits.md`."""
+    return [*bpd_tables(results), *nfe_tables(results)]

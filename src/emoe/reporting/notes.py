@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from string import Formatter
@@ -32,14 +33,9 @@ def note(name: str, results: Results, **values: object) -> str:
 
 
 def source_of(results: Results) -> str:
-    """Return commits and devices of all runs of results."""
-    runs = sorted({(short_commit(run.commit), run.device) for run in results.runs.values()})
-    return "; ".join(f"commit `{commit}` on {device}" for commit, device in runs)
-
-
-def short_commit(commit: str) -> str:
-    """Return 12 digits of a commit and the mark of a changed tree."""
-    return commit[:12] + "-dirty" * commit.endswith("-dirty")
+    """Return commits (12 digits, and the mark of a changed tree) and devices of all runs of results."""
+    commits = {(re.sub(r"^(\w{12})\w*", r"\1", run.commit), run.device) for run in results.runs.values()}
+    return "; ".join(f"commit `{commit}` on {device}" for commit, device in sorted(commits))
 
 
 def seeds_and_samples(rows: Sequence[Row]) -> str:

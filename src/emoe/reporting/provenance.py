@@ -14,22 +14,18 @@ GIT_SECONDS = 5  # a slow disk must not hold up an evaluation
 
 def describe_machine(device: object) -> dict[str, str]:
     """Return the fields of `RunInfo` that describe the machine and the source, for the device in use."""
-    kind, name, version = str(device), "", "none"
-    try:
-        import torch
+    import torch
 
-        version = torch.__version__
-        if kind.startswith("cuda"):
-            name = torch.cuda.get_device_name(kind)
-        elif kind.startswith("mps"):
-            name = f"{platform.processor() or 'Apple'} GPU (mps)"
-    except ImportError:
-        pass  # results can be read, merged and printed without torch
+    kind, name = str(device), ""
+    if kind.startswith("cuda"):
+        name = torch.cuda.get_device_name(kind)
+    elif kind.startswith("mps"):
+        name = f"{platform.processor() or 'Apple'} GPU (mps)"
     affinity = getattr(os, "sched_getaffinity", None)  # what a container may use, where the system can tell
     cores = len(affinity(0)) if affinity else os.cpu_count()
     return {
         "device": name or f"cpu ({cores} cores)",
-        "torch": version,
+        "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": source_commit(),

@@ -13,14 +13,14 @@ import json
 import math
 import re
 import statistics
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emoe.config import Config, ConfigError, convert
 from emoe.figures.base import CYCLE
 from emoe.files import locked, replace_file
 
@@ -29,55 +29,20 @@ IDENTITY = ("task", "data", "method", "recipe", "seed", "nfe", "metric", "conven
 REFERENCES = ("ideal", "data", "judge")  # measured beside the models, but no models
 
 
-class ResultsError(ValueError):
+class ResultsError(ConfigError):
     """Results that break the contract: one line per fault, with the file, the position and the key."""
 
     exit_code = 3
 
 
-def _is_moment(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False
-
-
-# Texts with a form: its name and its test.
-_TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "date": ("an ISO date and time with a zone", _is_moment),
-    "label": ("text that is not empty", str.strip),
-    "colour": ("#rrggbb", re.compile(r"#[0-9a-fA-F]{6}").fullmatch),
-}
-_KINDS = {str: "text", float | int: "a number", float | int | None: "a number or null"}
-_KINDS |= {str | None: "text or null", int | None: "a whole number or null"}
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _faults(record: type, data: Any) -> Iterator[str]:
-    """Check names, types, finiteness and forms of the values of a record; yield `.key: problem` for each fault."""
-    if not isinstance(data, dict):
-        yield f": expected an object, got {data!r}"
-        return
-    yield from (f".{key}: unknown key" for key in data if key not in _hints(record))
-    for key, kind in _hints(record).items():
-        value = data.get(key)
-        form, fits = _TEXTS.get(key, ("", None))
-        if key not in data:
-            yield f".{key}: missing"
-        elif isinstance(value, bool) or not isinstance(value, kind):
-            yield f".{key}: expected {_KINDS[kind]}, got {value!r}"
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield f".{key}: must be finite, got {value}"
-        elif fits and not fits(value):
-            yield f".{key}: expected {form}, got {value!r}"
-
-
-class _Record:
-    """A dataclass of JSON values, whose types and forms are checked."""
+class _Record(Config):
+    """A config of JSON values that a results file contains."""
 
     def __post_init__(self) -> None:
-        if faults := list(_faults(type(self), vars(self))):
-            raise ResultsError("\n".join(type(self).__name__ + fault for fault in faults))
+        try:
+            super().__post_init__()
+        except ConfigError as error:
+            raise ResultsError(error.problems) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +55,15 @@ class RunInfo(_Record):
     torch: str
     python: str
     date: str  # ISO 8601 with a time zone
-    wall_s: float | int
+    wall_s: int | float
+
+    def conflicts(self) -> Iterator[str]:
+        try:
+            zone = self.when.tzinfo
+        except ValueError:
+            zone = None
+        if zone is None:
+            yield f"date: expected an ISO date and time with a zone, got {self.date!r}"
 
     @property
     def when(self) -> datetime:
@@ -117,8 +90,8 @@ class Row(_Record):
     nfe: int | None
     metric: str
     convention: str | None = None  # kind of bound or estimate of a likelihood: objective, bound@T, nelbo, iw@T,K, exact
-    value: float | int
-    stderr: float | int | None = None
+    value: int | float
+    stderr: int | float | None = None
     n: int | None = None
 
     identity = property(attrgetter(*IDENTITY))  # a newer row with the same one replaces this row
@@ -130,6 +103,12 @@ class MethodStyle(_Record):
 
     label: str
     colour: str  # #rrggbb
+
+    def conflicts(self) -> Iterator[str]:
+        if not self.label.strip():
+            yield f"label: expected text that is not empty, got {self.label!r}"
+        if not re.fullmatch("#[0-9a-fA-F]{6}", self.colour):
+            yield f"colour: expected #rrggbb, got {self.colour!r}"
 
 
 @functools.cache
@@ -177,23 +156,22 @@ class Results:
         tree = {"methods": {}} | tree if isinstance(tree, dict) else {}
         if {key: type(value) for key, value in tree.items()} != {"methods": dict, "runs": dict, "rows": list}:
             raise ResultsError(f'{path}: expected objects "runs" and perhaps "methods", a list "rows", no other keys')
-        faults = [
-            f"{part}[{key!r}]{fault}"
-            for part, kind in (("runs", RunInfo), ("methods", MethodStyle), ("rows", Row))
-            for key, data in (tree[part].items() if part != "rows" else enumerate(tree[part]))
-            for fault in _faults(kind, data)
-        ]
-        rows = [] if faults else [Row(**data) for data in tree["rows"]]
-        first: dict[tuple[Any, ...], int] = {}
-        for index, row in enumerate(rows):
+        records: dict[str, dict[Any, Any]] = {"runs": {}, "methods": {}, "rows": {}}
+        faults, first = list[str](), dict[tuple[Any, ...], int]()
+        for part, kind in (("runs", RunInfo), ("methods", MethodStyle), ("rows", Row)):
+            for key, data in tree[part].items() if part != "rows" else enumerate(tree[part]):
+                try:
+                    records[part][key] = convert(kind, data, {})
+                except ConfigError as error:
+                    faults += [f"{part}[{key!r}]{line}" for line in error.problems]
+        for index, row in records["rows"].items():
             if row.run not in tree["runs"]:
                 faults.append(f"rows[{index}].run: {row.run!r} is not among the runs")
             if first.setdefault(row.identity, index) != index:
                 faults.append(f"rows[{index}]: the same {', '.join(IDENTITY)} as rows[{first[row.identity]}]")
         if faults:
-            raise ResultsError("\n".join(f"{path}: {fault}" for fault in faults[:20]))
-        runs = {name: RunInfo(**run) for name, run in tree["runs"].items()}
-        return cls(_ordered(rows), runs, {name: MethodStyle(**style) for name, style in tree["methods"].items()})
+            raise ResultsError([f"{path}: {fault}" for fault in faults[:20]])
+        return cls(_ordered(records["rows"].values()), records["runs"], records["methods"])
 
     def add(self, run_info: RunInfo, rows: Iterable[Row], methods: Styles | None = None) -> Results:
         """Add the rows of one run, and labels and colours of methods."""

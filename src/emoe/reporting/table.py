@@ -1,4 +1,4 @@
-"""Tables as data: lines of rows, columns that write cells, and notes below."""
+"""Tables as data (lines of rows, columns that write cells, and notes below), as Markdown and on the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, data_name, data_of, measure, over
+from emoe.console import console_table
+from emoe.reporting.cells import DASH, MINUS, NBSP, Column, Line, Number, data_name, data_of, measure, over
 from emoe.reporting.recipes import as_typed, common_changes, comparable, paper_numbers, parse, reference_name, without
 from emoe.reporting.results import REFERENCES, Results, Row, method_rank, select
 
@@ -135,3 +136,41 @@ def conventions_of(rows: Iterable[Row], kinds: Sequence[str] = LIKELIHOODS) -> l
         return [*kinds, kind].index(kind), [int(text) for text in numbers.split(",") if text]
 
     return sorted({row.convention for row in rows if row.convention is not None}, key=key)
+
+
+def markdown(tables: Iterable[Table]) -> str:
+    """Return tables with their titles and notes as Markdown, an empty line between them; nothing without tables.
+
+    `|` and line ends inside cells are escaped.
+    """
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
+
+    pieces = []
+    for table in tables:
+        labels = len(table.lines[0].labels) if table.lines else 1
+        rule = "|" + "---|" * labels + "---:|" * (len(table.header) - labels)
+        cells = "\n".join([line(table.header), rule, *map(line, table.rows)])
+        pieces += [piece for piece in (table.title, cells, table.note) if piece]
+    return "\n\n".join(pieces) + "\n" if pieces else ""
+
+
+def plain(text: str) -> str:
+    """Return inline Markdown without its signs: `**87.6**` becomes `87.6*`, and `*(85.0)*` becomes `(85.0)`."""
+    text = re.sub(r"^\*\*([-\d.]+)\*\*", "\\1\0", text)
+    text = re.sub(r"\*\*([^*]+)\*\*|\*([^*]+)\*|`([^`]+)`", r"\1\2\3", text)
+    return text.replace("\0", "*").replace(NBSP, " ")
+
+
+def print_table(table: Table) -> None:
+    """Print a table to the terminal; the best of a column has a star."""
+    rows = [list(map(plain, row)) for row in table.rows]
+    console_table(list(map(plain, table.header)), rows, title=plain(table.title))
+
+
+def print_metrics(results: Results, task: str, metrics: Iterable[str]) -> None:
+    """Print metrics over NFE to the terminal, a table for each data set."""
+    for metric in metrics:
+        for table in over_nfe(results.only(task=task), metric):
+            print_table(table)

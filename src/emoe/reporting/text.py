@@ -15,15 +15,12 @@ from typing import Any
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Measured, Millions, Number, Plain, over, reported
 from emoe.reporting.notes import note, span
 from emoe.reporting.recipes import paper_numbers
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, conventions_of, models, steps_of
 
 SETTINGS = ("paper", "duo")  # of perplexities
-GREEDY, AVERAGED = (
-    "route_tau=0",
-    "mean_below=0.7",
-)  # other ways to draw routes, in conventions; the latter of version 0.1
+# Other ways to draw routes, in conventions; the latter of version 0.1.
+GREEDY, AVERAGED = "route_tau=0", "mean_below=0.7"
 VARIANTS = {GREEDY: "greedy routes", AVERAGED: "averaged routes"}
 ALIVE_USAGE, ALIVE_KL = 1.0, 0.02  # nats; a block above both has routes that vary and depend on the text
 EQUAL_ENTROPY = 0.05  # nats between samples whose perplexities are compared
@@ -230,12 +227,6 @@ def text_tables(name: str, results: Results) -> list[Table]:
 
 
 def all_tables(results: Results) -> list[Table]:
-    """Return all tables with their kinds as titles."""
-    kinds = TABLES.items()
-    return [replace(table, title=heading) for name, (heading, _) in kinds for table in text_tables(name, results)]
-
-
-def text_page(results: Results) -> str:
-    """Return the text of `results/text.md`."""
-    kinds = [(heading, text_tables(name, results)) for name, (heading, _) in TABLES.items()]
-    return "\n".join(f"## {heading}\n\n{markdown(tables)}" for heading, tables in kinds if tables)
+    """Return the tables of `results/text.md`, with their kinds as titles."""
+    titles = {name: f"**{heading}**" for name, (heading, _) in TABLES.items()}
+    return [replace(table, title=title) for name, title in titles.items() for table in text_tables(name, results)]

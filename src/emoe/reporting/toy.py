@@ -10,7 +10,6 @@ from itertools import permutations, product
 from emoe.reporting.cells import DASH, Column, Line, Number, data_name, data_of, measure, over
 from emoe.reporting.notes import comma, note, seeds_and_samples
 from emoe.reporting.recipes import parse, with_changes, without
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, Row, select
 from emoe.reporting.table import Table, build, models, over_nfe, sampled, steps_of, with_note
 
@@ -18,15 +17,15 @@ METRICS = ("validity", "overlap")  # samples that repeat one good mode raise val
 KINDS = {"objective": "objective", "bound@T": "bound@", "iw@T,16": "iw@", "exact": "exact"}  # label -> prefix
 
 
-def toy_page(results: Results) -> str:
-    """Return the text of `results/toy.md`: the paper's tables with our numbers, densities side by side."""
+def toy_tables(results: Results) -> list[Table]:
+    """Return the tables of `results/toy.md`: the paper's with our numbers, densities side by side."""
     part, tables = sampled(results).only(task="toy"), list[Table]()
     for metric in METRICS:
         if parts := over_nfe(part, metric):
             samples = seeds_and_samples(part.models.select(metric=metric))
             text = note("toy", part, metric=measure(metric).label, samples=samples)
             tables += with_note([side_by_side(parts)], text)
-    return markdown(tables)
+    return tables
 
 
 def side_by_side(tables: Sequence[Table]) -> Table:
@@ -135,7 +134,7 @@ def likelihood_tables(results: Results) -> list[Table]:
         for line in models(nll)
         for label, kind in KINDS.items()
     ]
-    number = Number(form=".3f", error="measured", plain=True)
+    number = Number(form=".3f", error="measured")
     columns = over("nfe", "T = {}", steps, lambda line: number(line) if line.rows else "")
     gains = comma(f"{part.label(row.method)} {row.value:+.3f}" for row in part.select(metric="coordination_gain"))
     text = note("likelihood", part, truth=f"{truth[0].value:.3f}", rows=f"{truth[0].n:,}", gains=gains)

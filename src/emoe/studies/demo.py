@@ -11,8 +11,8 @@ from emoe.domains.images import as_images
 from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting import html
-from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results, method_rank
+from emoe.reporting.table import print_metrics
 from emoe.reporting.toy import METRICS
 from emoe.runs.pretrained import from_pretrained, released
 from emoe.runs.sampling import draw

@@ -22,7 +22,7 @@ from emoe.figures.curves import Panel
 from emoe.figures.gif import Recorder, write_gif
 from emoe.figures.panels import IMAGE_DPI, panel_grid, show_mosaic
 from emoe.reporting.cells import data_of, measure
-from emoe.reporting.images import bpd_tables, image_page, nfe_tables
+from emoe.reporting.images import image_tables
 from emoe.reporting.recipes import parse, reference_name
 from emoe.reporting.results import Results, method_rank
 from emoe.reporting.table import models, reference
@@ -93,8 +93,7 @@ class Study(pipeline.Study):
 
     def write(self, results: Results) -> None:
         data, part = self.options.study, results.only(task=self.options.study)
-        self.page(f"{data}.md", image_page(results))
-        self.print_tables([*bpd_tables(part), *nfe_tables(part)])
+        self.print_tables(image_tables(part))
         self.panels(f"{data}-curves.png", curves(part), width=3.3)
         if cells := self._samples(results):
             self.figure(f"{data}-samples.png", functools.partial(sample_grid, cells))

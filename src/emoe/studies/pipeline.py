@@ -28,10 +28,10 @@ from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.curves import Curve, Panel, draw
 from emoe.files import replace_file
+from emoe.reporting.docs import PAGES
 from emoe.reporting.provenance import describe_machine
-from emoe.reporting.render import print_table
 from emoe.reporting.results import Results, Row, RunInfo, mean_over_seeds, record
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, markdown, print_table
 from emoe.runs.train import pick_device, train
 from emoe.studies.options import Options
 from emoe.studies.stages import TIMES, Stage, Trained, steps_done
@@ -72,7 +72,7 @@ class Study:
         raise NotImplementedError
 
     def write(self, results: Results) -> None:
-        """Write pages and figures of all results, and print the main tables."""
+        """Write figures and further pages of all results, and print the main tables."""
         raise NotImplementedError
 
     def build_domain(self, config: DomainConfig, seed: int) -> Domain:
@@ -136,8 +136,10 @@ class Study:
 
     def finish(self) -> None:
         """Write and print all results."""
-        results = self.known()
+        results, stem = self.known(), self.options.stem
         if results.rows:
+            if stem in PAGES:
+                self.page(f"{stem}.md", markdown(PAGES[stem](results)))
             self.write(results)
             self.note(f"written: {', '.join(map(str, self.written)) or 'nothing, all is up to date'}")
         else:

@@ -17,9 +17,8 @@ from emoe.experiment import Experiment, customise
 from emoe.recipes import get_recipe
 from emoe.reporting.cells import measure, write
 from emoe.reporting.recipes import as_typed
-from emoe.reporting.render import markdown
 from emoe.reporting.results import Results, mean_of
-from emoe.reporting.table import Table
+from emoe.reporting.table import Table, markdown
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import LARGEST_SEED, flag, hidden
 from emoe.studies.stages import Stage, Trained

@@ -30,7 +30,7 @@ from emoe.methods.base import PLAIN
 from emoe.reporting.cells import Line, data_of, measure
 from emoe.reporting.results import Results, Row
 from emoe.reporting.table import models
-from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_page, text_tables
+from emoe.reporting.text import GREEDY, SETTINGS, VARIANTS, text_tables
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages, training
 from emoe.studies.eval_lm import EvalLMRun, KeepBest, Sets, describe_text, eval_lm_experiment
@@ -193,7 +193,6 @@ class Study(pipeline.Study):
 
     def write(self, results: Results) -> None:
         stem, results, pools = self.options.stem, results.only(task="text"), self.pools()
-        self.page(f"{stem}.md", text_page(results))
         if pools:
             self.page(f"{stem}-samples.md", samples_page(pools, results, f"{stem}.md"))
         self.panels(f"{stem}-gen-ppl.png", _gen_ppl(results), height=3.0)

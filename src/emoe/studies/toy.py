@@ -15,10 +15,9 @@ from emoe.domains.toy import Toy, ideal_factorised, validity_of_law
 from emoe.experiment import Experiment
 from emoe.figures.base import save
 from emoe.figures.panels import histogram_grid
-from emoe.reporting.render import print_metrics
 from emoe.reporting.results import Results
-from emoe.reporting.table import sampled
-from emoe.reporting.toy import METRICS, toy_page
+from emoe.reporting.table import print_metrics, sampled
+from emoe.reporting.toy import METRICS
 from emoe.rng import derive_seed
 from emoe.studies import options, pipeline, stages
 from emoe.studies.options import flag, hidden, recipe_experiments, seeds_flag
@@ -69,7 +68,6 @@ class Study(ToyStudy):
         return super().stages(run) + ([stages.exact(run)] if self.options.exact else [])
 
     def write(self, results: Results) -> None:
-        self.page("toy.md", toy_page(results))
         first = [run for run in self.runs if run.experiment.seed == self.options.seeds[0]]
         for name, grid in _grids(first, results).items():
             self.figure(name, functools.partial(_draw, grid, first[0].domain.space.size - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from emoe.config import Config, option
 
@@ -29,9 +29,5 @@ class PrepareConfig(Config):
     slice_bytes: int = field(default=4 << 20, metadata={"hidden": True, "low": 16, "high": 1 << 28})
 
     def conflicts(self) -> Iterator[str]:
-        choices = {"packing": Packing, "encoding_errors": Errors, "detokenise": Detokenise}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in get_args(allowed):
-                yield f"{name}: {getattr(self, name)!r} is not known; allowed: {', '.join(get_args(allowed))}"
         if self.split is not None and (len(self.split) != 2 or not any(self.split)):
             yield "split: give two shares, of valid and of test, one of them above 0: 0.005,0.005"
