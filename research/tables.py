@@ -1,4 +1,4 @@
-"""Tables that only pages of this repository show: summaries, gaps to the paper, benchmarks, one-off studies.
+"""Tables that only pages of this repository show: summaries, gaps to the paper, benchmarks, searches, one-off studies.
 
 The latter are recorded by `python research/NAME.py`. `python -m emoe.reporting.docs` adds `BLOCKS` to its own.
 """
@@ -6,15 +6,17 @@ The latter are recorded by `python research/NAME.py`. `python -m emoe.reporting.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from functools import partial
+from pathlib import Path
 
 from emoe.reporting.cells import DASH, MINUS, Column, Line, Number, Plain, data_name, data_of, measure, over, write
 from emoe.reporting.docs import Block, block
-from emoe.reporting.notes import seeds_and_samples, source_of, span
-from emoe.reporting.results import Results, method_rank, select
-from emoe.reporting.table import Table, build, conventions_of, models, sampled, steps_of, with_note
+from emoe.reporting.notes import comma, seeds_and_samples, source_of, span
+from emoe.reporting.results import Results, SeedMean, method_rank, select
+from emoe.reporting.table import Table, build, conventions_of, markdown, models, sampled, steps_of, with_note
 from emoe.reporting.ties import health_tables, scaling_tables
 from emoe.reporting.toy import METRICS
 
@@ -36,6 +38,7 @@ STATES = ("early", "middle")
 OBJECTIVES = {"objective": ("KL × 1", 3), "objective, KL/t": ("KL × 1/t (VADD as published)", 2)}  # log(2) / 3
 MNIST_STEPS = 200_000  # of the paper's recipes
 RIVAL = "vdm, eager"  # as the benchmark records it
+SEARCHES = [path.stem for path in (Path(__file__).parents[1] / "results" / "search").glob("*.json")]
 
 
 def summary(toy: Results, mnist: Results, text: Results) -> list[Table]:
@@ -235,6 +238,36 @@ def toy_gaps(results: Results) -> str:
     return "\n".join(sentences)
 
 
+def search(name: str, folder: Path) -> str:
+    """Return all trials of a search of version 0.1 (`results/search/*.json`), best first."""
+    ranking = json.loads((folder / "search" / f"{name}.json").read_text(encoding="utf-8"))
+    forms, made = {name: f".{measure(name.partition('@')[0]).digits}f" for name in ranking["rank"]}, ranking["made"]
+    rows, tasks = list[list[str]](), dict[str, None]()
+    for trial in ranking["trials"]:
+        status = "" if trial["status"] == "done" else f" ({trial['status']})"
+        means = {name: SeedMean(mean["mean"], mean["stderr"]) for name, mean in trial["metrics"].items()}
+        cells = [write(means.get(name), form) for name, form in forms.items()]
+        rows.append([short_label(trial["settings"]) + status, *cells])
+        tasks |= {f"{comma(outcome['task'].values())} (seed {outcome['seed']})": None for outcome in trial["outcomes"]}
+    commits = comma(f"`{commit[:12]}`" for commit in made.get("commits", [made["commit"]]))
+    text = (
+        f"Base: `{ranking['base']}`; mean ± standard error over {comma(tasks)}. Made by `emoe sweep` at "
+        f"commit {commits} on {made['device']} (torch {made['torch']}, Python {made['python']})."
+    )
+    return markdown([Table(["Trial", *forms], rows, note=text)])
+
+
+def short_label(settings: dict[str, str]) -> str:
+    """Return changed fields without their family's name; ramps as `4 → 1 over 60%`."""
+    words = []
+    for name, text in settings.items():
+        if text.startswith("{"):
+            ramp = json.loads(text)
+            text = f"{ramp['start']:g} → {ramp['end']:g} over {ramp.get('share', 1):.0%}"
+        words.append(f"{name.rpartition('.')[2]} {text}")
+    return comma(words) or "**base**"
+
+
 BLOCKS: dict[str, Block] = {
     "summary": block(summary, "toy", "mnist", "text"),
     "estimator-table": block(estimator_tables, "estimators", command="python research/estimators.py"),
@@ -249,4 +282,5 @@ BLOCKS: dict[str, Block] = {
     "step-variants": block(step_variants, "benchmark", command="python benchmarks/step_time.py --record"),
     "scaling-64-table": block(scaling_tables, "scaling-64", command="emoe reproduce scaling"),
     "scaling-64-health": block(health_tables, "scaling-64", command="emoe reproduce scaling"),
+    **{f"search-{name}": partial(search, name) for name in SEARCHES},
 }
